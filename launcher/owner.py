@@ -23,13 +23,13 @@ from launcher.files import read_small
 
 FILE = ".owner"
 LARGEST = 1 << 16
-"""Bytes of a lock: it has a few hundred."""
+"""Largest size of a lock in bytes; it has a few hundred."""
 BEAT_S = 10.0
 """How often an owner shows that it lives, to other machines."""
 SILENT_S = 120.0
 """An owner on another machine that was silent for so long is gone."""
 LAST = 1e11
-"""Seconds since the epoch, some thousand years from now: the clock of no machine."""
+"""Latest time that is believed, in seconds since the epoch: no clock is so far ahead."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Owner:
 
 
 UNKNOWN = Owner("an unknown host", "", "", 0, 0, 0.0, "")
-"""Of a lock that says nothing: somebody's, but nobody knows whose, so only silence frees it."""
+"""Owner of a lock that cannot be read: only silence frees it."""
 
 
 def check_free(directory: Path, run: str = "") -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 LOCK = "lock"
 UNFINISHED_S = 3600.0
-"""A directory that has not got its name for so long is nobody's: its maker was killed within an instant."""
+"""Seconds after which a directory without its final name is abandoned: its maker was killed."""
 
 
 class Scratch:

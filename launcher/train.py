@@ -293,7 +293,7 @@ class Training:
         raise ConfigError(
             "the checkpoint was trained with another tokenizer: its tokens mean something else to the model",
             where="--tokenizer",
-            fix="name the one that it was trained with, or say --allow-model-changes",
+            fix="name the one that it was trained with, or pass --allow-model-changes",
         )
 
     def _tokenizer(self) -> str | None:

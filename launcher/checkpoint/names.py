@@ -5,4 +5,4 @@ from __future__ import annotations
 LATEST_FILE = "latest"
 META_FILE = "meta.json"
 TMP, OLD = ".tmp-", ".old-"
-"""Before the tag, in the name of a save that is under way or was killed, and of what it replaces."""
+"""Prefixes of the tag while a save is under way (or was killed), and of what the save replaces."""

@@ -23,7 +23,7 @@ from launcher.errors import CheckpointError, ConfigError, shortened
 from launcher.files import read_small
 
 LONGEST_LATEST = 1 << 12
-"""Bytes of `latest`; a tag has two hundred at most."""
+"""Largest size of `latest` in bytes; a tag has two hundred at most."""
 FORMAT = 2
 """Version of the layout; written into meta.json. The first one had no checksums."""
 

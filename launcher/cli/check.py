@@ -57,7 +57,8 @@ def check(argv: Sequence[str]) -> int:
     """Run `launch check`; returns 0, or 1 when something is refused."""
     flags = check_parser().parse_args(argv)
 
-    from launcher.config.root import inspect, read
+    from launcher.config.root import inspect
+    from launcher.config.source import read
     from launcher.config.verdicts import verdicts
 
     console = new_console()
@@ -143,7 +144,7 @@ def _explain(console: Console, examined: Examined, dp_degree: int | None) -> Non
     from launcher.config.verdicts import explain
 
     if examined.config is None:
-        console.print("\n--explain: nothing is decided while keys are refused")
+        console.print("\n--explain: first fix the refused keys")
         return
     entries = explain(examined.config, examined.document.tree, dp_degree)
     for auto, title in ((True, '"auto" becomes'), (False, "left out, with the default")):
@@ -170,7 +171,7 @@ def _migrate(console: Console, out: Path, examined: Examined) -> None:
     if lines := examined.document.comments:
         said = ", ".join(map(str, lines[:MOST_LINES])) + (", ..." if len(lines) > MOST_LINES else "")
         console.print(
-            f"comments are left out, for JSON has none: see line {said} of {examined.document.name}",
+            f"comments are left out, because JSON has none: see line {said} of {examined.document.name}",
             markup=False,
         )
 

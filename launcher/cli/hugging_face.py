@@ -6,7 +6,7 @@ import os
 
 from launcher.cli import accelerate_flags
 from launcher.cli.shim import with_shim
-from launcher.config.root import in_base64, is_yaml, read
+from launcher.config.source import in_base64, is_yaml, read
 from launcher.errors import ConfigError
 from launcher.integrations.surface import SWITCH, TOLD
 

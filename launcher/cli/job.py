@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from launcher.config import Config
 
 JOIN_S = 600.0
-"""How long nodes that come by themselves are waited for."""
+"""Seconds to wait for nodes that join by themselves."""
 RETURN_BEATS = 15
-"""And how long, in heartbeats, by a restart that can do without them."""
+"""The same in heartbeats, for a restart that can go on without them."""
 logger = logging.getLogger("launcher")
 
 

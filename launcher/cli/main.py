@@ -175,14 +175,14 @@ def _is_yaml(path: str | None) -> bool:
     """Return whether it is accelerate's configuration, and not a JSON."""
     if path is None:
         return False
-    from launcher.config.root import is_yaml
+    from launcher.config.source import is_yaml
 
     return is_yaml(path)
 
 
 def _source(path: str) -> str:
     """Return what the ranks read: the absolute path of the configuration, or its text in base64."""
-    from launcher.config.root import LONGEST_NAME, in_base64, read
+    from launcher.config.source import LONGEST_NAME, in_base64, read
 
     if _is_yaml(path):
         return in_base64(read(path).tree)  # so nothing of it has to lie on other nodes

@@ -196,7 +196,8 @@ def _config_text(source: str | None) -> str | None:
     """
     if source is None:
         return None
-    from launcher.config.root import inspect, is_yaml, read
+    from launcher.config.root import inspect
+    from launcher.config.source import is_yaml, read
 
     document = read(source)
     config = inspect(document).required()

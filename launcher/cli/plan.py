@@ -189,7 +189,7 @@ def _show(inputs: dict[str, Any], place: PlanSearch, choices: Sequence[Choice], 
     reached = place.device.calibrated_on or "default fractions of the peaks"
     console.print(f"Predicted from the data sheet of {place.device.title} and {reached}.", markup=False)
     if inputs["in_one_piece"]:
-        left = "Pipeline stages and shared sequences are left out: the model has a loss of its routers"
+        left = "Pipeline stages and shared sequences are left out: the model has an auxiliary router loss"
         console.print(f"{left} (output_router_logits in its config.json).", markup=False)
     console.print("\nVariations of the best layout:", markup=False)
     for line in why:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WHO = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FOUND = "FOUND_THERE"
-"""Stands for what only a look at the nodes tells."""
+"""Placeholder for what only the nodes can tell."""
 
 
 def rehearse(job: Job) -> Iterator[str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from launcher.cli.job import Job
 
 RANKS_A_CORE = 8
-"""More are hardly meant."""
+"""Largest number of ranks per core that is not taken for a mistake."""
 logger = logging.getLogger("launcher")
 
 

@@ -22,9 +22,9 @@ PREFIXES = (
     *("WANDB_", "COMET_", "MLFLOW_", "TENSORBOARD_"),
     *("PYTHON", "CONDA_", "LAUNCHER_", "DEEPSPEED_", "DS_", "LC_"),
 )
-"""Variables are passed on whose names begin so."""
+"""Prefixes of the variables that are passed on to other nodes."""
 EXTRA_PREFIXES: list[str] = []
-"""And so; for programs that run the launcher in their own process."""
+"""More prefixes; programs that run the launcher in their own process add to them."""
 NAMES = (
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "XDG_CACHE_HOME", "LANG", "TZ"),
     *(
@@ -39,7 +39,7 @@ NAMES = (
     ),
     *("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE"),
 )
-"""And these."""
+"""Names of further variables that are passed on."""
 OF_THE_NODE = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -48,7 +48,7 @@ OF_THE_NODE = (
     "LAUNCHER_CORES",
     "LAUNCHER_TOKEN",
 )
-"""Never these: a node has its own, they are of this machine alone, or ranks need not know them."""
+"""Variables that are never passed on: they describe one node, or ranks must not see them."""
 FILE = ".deepspeed_env"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(

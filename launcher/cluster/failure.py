@@ -19,9 +19,9 @@ TAIL_LINES = 20
 _CODES = {"mendable": 2, "diverged": 1, "exception": 1}
 """Exit codes by the kind of record; `rank.py` uses the same."""
 SAID = ("mendable", "diverged")
-"""Kinds whose message is for people, and says all."""
+"""Kinds whose message is complete, and written for people."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What backends say of another rank that is not there any more."""
+"""What backends report when another rank is gone."""
 
 
 @dataclass(frozen=True)

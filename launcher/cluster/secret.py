@@ -17,9 +17,9 @@ from launcher.errors import printable
 
 MASK = "***"
 SHORTEST = 6
-"""Characters of a value that is looked for in texts; shorter ones stand in too many words."""
+"""Fewest characters of a value that is searched for in texts; shorter ones occur inside too many words."""
 SHORTEST_LINE = 8
-"""The same for a line of a value of several lines, and for a value that nobody has exported."""
+"""The same for one line of a longer value, and for a value that nobody has exported."""
 _WORDS = {
     *("TOKEN", "TOKENS", "KEY", "KEYS", "SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASS", "PASSPHRASE"),
     *("CREDENTIAL", "CREDENTIALS", "AUTH", "AUTHORIZATION", "COOKIE", "NETRC"),
@@ -33,14 +33,14 @@ _HARMLESS = re.compile(r"(?:^|_)EXPERIMENT_KEY$")
 _HINTS = re.compile("KEY|TOKEN|SECRET|PASS|CRED")
 _HEX = re.compile(r"[0-9a-fA-F]{32,128}+")
 _RANDOM = re.compile(r"(?=[^0-9]*+[0-9])(?=[^a-z]*+[a-z])(?=[^A-Z]*+[A-Z])[A-Za-z0-9_+=~-]{20,}+")
-"""A name hardly looks so."""
+"""Text that looks random: names of things hardly match."""
 _SETTING = re.compile(
     r"""(?:^|_)(?: API_?KEY | ACCESS_?KEY(?:_ID)? | (?:WANDB|COMET)_?KEY | PRIVATE_?KEY | SECRET(?:_?KEY)?
     | (?:AUTH|ACCESS|REFRESH|BEARER|API|SESSION|HF|HUB|HUGGINGFACE|GITHUB|WANDB)_?TOKEN
     | PASSWORD | PASSWD | PASSPHRASE | CREDENTIALS? )$""",
     re.VERBOSE,
 )
-"""Flags and keys of a JSON; there a TOKEN or a KEY alone is mostly one of another kind."""
+"""Names of flags and JSON keys that hold secrets; TOKEN or KEY alone mostly means something else there."""
 
 _BEGIN = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
 """Where a token may begin: not inside a word, but behind an escape such as `\\n`."""

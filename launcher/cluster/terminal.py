@@ -19,7 +19,7 @@ from launcher.cluster.node_spec import open_log
 
 ESCAPE_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*+(?:\x07|\x1b\\)|[()][A-Z0-9])")
 LONGEST = 1 << 20
-"""Bytes that are kept of a line whose end has not come."""
+"""Most bytes kept of an unfinished line."""
 SHOW_CURSOR = b"\x1b[?25h\x1b[0m"
 
 

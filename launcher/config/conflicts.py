@@ -103,7 +103,7 @@ def _param_groups(config: Config) -> Iterator[Found]:
 def _batch(config: Config) -> Iterator[Found]:
     if (unfit := batch_without_ranks(config)) is not None:
         keys, unit = unfit
-        what = f"{config.train_batch_size} is no multiple of {' x '.join(keys)}, {unit}: it fits no number of ranks"
+        what = f"{config.train_batch_size} is not a multiple of {' x '.join(keys)}, {unit}: it fits no number of ranks"
         yield Found((TRAIN, *keys), what, f"write a multiple of {unit}, or leave one of these keys out")
 
 
@@ -188,7 +188,7 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
          "ulysses {0} x ring {1} is not sequence_parallel_size {2}", "write one of the two, or leave one of them out"),
     Rule(("context_parallel.ulysses", "context_parallel.ring", "sequence_parallel_size"),
          lambda u, r, size: size > 1 and not (u and r) and size % (u or r or 1),
-         "sequence_parallel_size {2} is no multiple of ulysses {0} or ring {1} (0: not given)",
+         "sequence_parallel_size {2} is not a multiple of ulysses {0} or ring {1} (0: not given)",
          "write numbers whose product is the size, or leave them out"),
     _computed("expert_parallel", "spread_experts"),
     Rule((SCHEDULE, STAGES), lambda schedule, stages: schedule in ASYNCHRONOUS and stages == 1,

@@ -28,13 +28,13 @@ PartitionKind: TypeAlias = Literal["column", "row", "skip"]
 SubParamShape: TypeAlias = tuple[int | tuple[int, ...], ...]
 
 
-def _compiles(pattern: str) -> str:
+def _compiles(pattern: str, fix: str = r'write for example ".*\\.o_proj\\.weight$"') -> str:
     try:
         re.compile(pattern)
     except re.error as error:
         at = f" at character {error.pos + 1}" if error.pos is not None else ""
         what = f"{show(pattern)} is not a regular expression: {error.msg}{at}"
-        raise complaint(what, r'write for example ".*\\.o_proj\\.weight$"') from None
+        raise complaint(what, fix) from None
     return pattern
 
 
@@ -287,28 +287,8 @@ def _method(value: Any) -> Any:
     if method is None:
         known = ", ".join(map(show, METHODS))
         raise complaint(f'must be one of {known} or "type:REGEX", not {show(value)}', 'write "best"')
-    try:
-        re.compile(method.removeprefix(TYPE))
-    except re.error as error:
-        what = f"{show(method.removeprefix(TYPE))} is not a regular expression: {error.msg}"
-        raise complaint(what, 'write for example "type:decoderlayer"') from None
+    _compiles(method.removeprefix(TYPE), 'write for example "type:decoderlayer"')
     return method
-
-
-def idle_share(schedule: str, stages: int, microbatches: int, chunks: int) -> float | None:
-    """Return the share of a step in which ranks stand still, stages being alike; for "1f1b" (P - 1) / (m + P - 1).
-
-    None where no formula is known, and for "zbv", which hardly waits. "zb-h1": forward, input gradient and weight
-    gradient take the same time.
-    """
-    waits, works = stages - 1, microbatches * chunks
-    if schedule == "interleaved":
-        waits += max(0, stages - microbatches) * (chunks - 1)
-    elif schedule == "zb-h1" and microbatches >= stages:
-        works *= 3
-    elif schedule not in ("1f1b", "gpipe", *ASYNCHRONOUS):  # these drain at the end of a step, too
-        return None
-    return waits / (works + waits)
 
 
 class PipelineConfig(Section):

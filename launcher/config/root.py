@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import math
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +30,6 @@ from launcher.config.optimizer import OptimizerConfig
 from launcher.config.parallelism import ContextParallelConfig, PipelineConfig, TensorParallelConfig
 from launcher.config.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
-from launcher.config.reader import read_file, read_text
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig
 from launcher.config.section import Count, Dtype, Section, lower
@@ -45,8 +40,8 @@ from launcher.config.small_sections import (
     DataEfficiencyConfig,
     ExpertParallelConfig,
 )
+from launcher.config.source import file_of, read
 from launcher.config.zero import ZeroConfig
-from launcher.errors import ConfigError
 
 
 def _infinite_is_never(value: Any) -> Any:
@@ -295,9 +290,6 @@ class Config(Section):
         return resolved(self, dp_degree, auto)
 
 
-LONGEST_NAME = 255  # of a file; a longer text is no path
-
-
 def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) -> Config:
     """Read and check a configuration.
 
@@ -321,88 +313,9 @@ def inspect(source: str | Path | Mapping[str, Any] | Document, *, where: str | N
         examined.problems
         and where is None
         and isinstance(source, Mapping)
-        and (file := _file_of(written.tree)) is not None
+        and (file := file_of(written.tree)) is not None
     ):
         examined = examine(Config, convert(replace(written, name=file.name, places=file.places)))
     if examined.config is not None:
         examined.config._document, examined.config._notes = examined.document, examined.notes
     return examined
-
-
-def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Document:
-    """Read the document as it was written, see `load`."""
-    if is_yaml(source):
-        from launcher.config.accelerate_yaml import read_yaml
-
-        return read_yaml(str(source))
-    if isinstance(source, Mapping):
-        return Document(where or "config", _plain_dict(source))
-    if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith(("{", "//", "/*", "#")):
-        return read_text(source, where or "config")
-    if isinstance(source, str) and not Path(source[:LONGEST_NAME]).exists():
-        text = _decoded(source)
-        if text is not None:
-            return read_text(text, where or "the base64 config")
-    if isinstance(source, str | Path):
-        return read_file(Path(source), where)
-    raise ConfigError(
-        f"a config is a path or a dict, not a {type(source).__name__}", fix="give the path of the JSON file"
-    )
-
-
-def _file_of(tree: Mapping[str, Any]) -> Document | None:
-    """Return the file on the command line that a dict was read from, so that errors can say where a key is written.
-
-    Scripts read the file of `--deepspeed` themselves, and hand on a dict in which they have filled in and added keys.
-    """
-    for token in sys.argv[1:]:
-        path = Path(token.rpartition("=")[2][:LONGEST_NAME])
-        if path.suffix in (".json", ".hjson") and path.is_file():
-            with suppress(ConfigError):
-                file = read_file(path)
-                if file.tree and _comes_from(tree, file.tree):
-                    return file
-    return None
-
-
-def _comes_from(value: Any, written: Any) -> bool:
-    """Return whether a value is what is written, but for what "auto" stood for and what was added."""
-    if isinstance(written, dict) and isinstance(value, Mapping):
-        return all(key in value and _comes_from(value[key], item) for key, item in written.items())
-    return bool(written == value) or written == "auto"
-
-
-def is_yaml(source: object) -> bool:
-    """Return whether it is the path of accelerate's configuration, and not a JSON."""
-    return isinstance(source, str | Path) and str(source).endswith((".yaml", ".yml"))
-
-
-def in_base64(tree: Mapping[str, Any]) -> str:
-    """Return a configuration as a text that `load` reads, and accelerate: nothing of it has to lie in a file."""
-    return base64.urlsafe_b64encode(json.dumps(tree).encode()).decode()
-
-
-def _decoded(source: str) -> str | None:
-    """Decode JSON in base64, which DeepSpeed's launcher takes in place of a path; None when it is no such text."""
-    try:
-        text = base64.b64decode(
-            source.strip(), altchars=b"-_" if {"-", "_"} & set(source) else None, validate=True
-        )
-        decoded = text.decode("utf-8")
-    except ValueError:
-        return None
-    return decoded if decoded.lstrip("\ufeff \t\r\n").startswith("{") else None
-
-
-def _plain_dict(source: Mapping[Any, Any]) -> dict[str, Any]:
-    """Make a deep copy of plain dicts and lists, so that later changes of the caller's dict do not reach us."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return _plain_dict(value)
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-    for key in source:
-        if not isinstance(key, str):
-            raise ConfigError(f"the key {key!r} is not text", fix="use the names of the JSON's keys")
-    return {key: plain(value) for key, value in source.items()}

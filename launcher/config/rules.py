@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from launcher.config.elasticity import few
 from launcher.config.optimizer import TYPES
-from launcher.config.parallelism import ASYNCHRONOUS, idle_share
+from launcher.config.parallelism import ASYNCHRONOUS
 from launcher.config.problems import Note, NoteKind, Path
 from launcher.config.ranks import BATCH_KEYS
 from launcher.config.scheduler import WarmupParams
@@ -140,6 +140,22 @@ def _elastic(config: Config) -> Iterator[Found]:
         yield Found(
             ("elasticity.enabled",), f"sets the batch: {batch.train} sequences per step on {ranks} ranks"
         )
+
+
+def idle_share(schedule: str, stages: int, microbatches: int, chunks: int) -> float | None:
+    """Return the share of a step in which ranks stand still, stages being alike; for "1f1b" (P - 1) / (m + P - 1).
+
+    None where no formula is known, and for "zbv", which hardly waits. "zb-h1": forward, input gradient and weight
+    gradient take the same time.
+    """
+    waits, works = stages - 1, microbatches * chunks
+    if schedule == "interleaved":
+        waits += max(0, stages - microbatches) * (chunks - 1)
+    elif schedule == "zb-h1" and microbatches >= stages:
+        works *= 3
+    elif schedule not in ("1f1b", "gpipe", *ASYNCHRONOUS):  # these drain at the end of a step, too
+        return None
+    return waits / (works + waits)
 
 
 def _idle_ranks(config: Config) -> Iterator[Found]:

@@ -50,10 +50,10 @@ def spread_experts(config: Config) -> Iterator[Found]:
     section, zero = config.expert_parallel, config.zero_optimization
     for key in ("global_balance_loss", "router_z_loss_coef"):
         if getattr(section, key) and config.cp_degree > 1:
-            what = "the loss of routers is of whole sequences, and ranks share these"
+            what = "the router loss needs whole sequences, but ranks share them"
             yield Found((f"expert_parallel.{key}", "sequence_parallel_size"), what, "leave one of them out")
         if getattr(section, key) and config.pipeline.degree > 1:
-            what = "the loss of routers needs those of all layers, and they are in several stages"
+            what = "the router loss needs the routers of all layers, but they are on several stages"
             yield Found((f"expert_parallel.{key}", "pipeline.stages"), what, "leave one of them out")
     if section.degree == 1:
         return

@@ -46,7 +46,7 @@ class PackedDataset(torch.utils.data.Dataset[torch.Tensor | dict[str, torch.Tens
         self.largest_id: int = meta["largest_id"]
         self.origin = str(self.path / "tokens.bin")
         self.digest = checksums(self.path)["tokens.bin"]
-        """Of the tokens of the whole text, whatever the length of a row."""
+        """Checksum of the tokens of the whole text, whatever the length of a row."""
         self._dtype = np.dtype(meta["dtype"])
         self._length = self.n_tokens // self.seq_length
         self._rows = self._open()

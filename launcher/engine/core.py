@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import Mesh, all_reduce
+from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine import executor
 from launcher.engine.accumulation import AccumulationMixin
@@ -149,7 +149,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self._refuse_stages("engine.backward()")
         if loss is None:
             raise MisplacedCallError(
-                "engine.backward() was given None: the model made no loss",
+                "engine.backward() was given None: the model returned no loss",
                 where="engine.backward()",
                 fix="call the model with labels; a loader that deals out slices (sp_size) gives shift_labels alone: "
                 "make the loss with model.loss_function(logits, None, vocab_size, shift_labels=shift_labels)",
@@ -365,11 +365,6 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.telemetry.forget()
         self.nonfinite_tracer.inputs = None
         self._microbatches = self._backwards = 0
-
-    def mean_over_dp(self, value: Tensor) -> Tensor:
-        """Average a tensor over the data-parallel ranks, in place. A collective."""
-        all_reduce(value, self.mesh.dp, "root/loss").wait()
-        return value / self.mesh.dp.degree
 
     @property
     def saver(self) -> Saver:

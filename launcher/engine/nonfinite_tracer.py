@@ -60,7 +60,7 @@ class NonFiniteTracer:
                 f"{again}Non-finite gradients, in the order of the backward: {which or 'of another stage'}."
             )
         if engine.mesh.rank == 0:
-            so = "the step is skipped" if skipped else "so the weights will not be"
+            so = "the step is skipped" if skipped else "the weights will not be, either"
             what = f"step {engine.global_steps + 1}: the gradient is not finite, and {so}."
             engine.telemetry.say(f"warning: {what} {where} This is reported once.")
         self.inputs = None

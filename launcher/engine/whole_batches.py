@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.comm import all_reduce
 from launcher.engine import executor
 from launcher.engine.batches import forever, without_labels
 from launcher.engine.core import EngineCore
@@ -34,7 +35,7 @@ class WholeBatches(EngineCore):
         with self.telemetry.batch(self) as told:
             loss = self.train_microbatches(batches, self._weights(batches, number))
             self.step()
-            told.append(self.mean_over_dp(loss.float()))
+            told.append(self._mean_over_dp(loss.float()))
         return told[0]
 
     @torch.no_grad()
@@ -103,7 +104,12 @@ class WholeBatches(EngineCore):
             raise ConfigError(
                 f"reduce_output is {how!r}", where="engine.eval_batch()", fix='give "avg", or None for a list'
             )
-        return self.mean_over_dp(torch.stack(list(values)).float().mean(0)) if values else None
+        return self._mean_over_dp(torch.stack(list(values)).float().mean(0)) if values else None
+
+    def _mean_over_dp(self, value: Tensor) -> Tensor:
+        """Average a tensor over the data-parallel ranks. A collective."""
+        all_reduce(value, self.mesh.dp, "root/loss").wait()
+        return value / self.mesh.dp.degree
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Let train_batch() read this when it gets no iterator of its own."""

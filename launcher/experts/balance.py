@@ -130,17 +130,17 @@ def _weight(model: nn.Module, known: bool, key: str) -> float:
     what = fix = ""
     if not known:
         what, fix = (
-            "has no balance loss of its routers",
+            "has no load-balancing loss",
             "take a model that has one, such as Mixtral or Qwen3-MoE",
         )
     elif not getattr(text, "output_router_logits", False):
         what, fix = (
-            "does not compute the loss of its routers",
+            "does not compute its router loss",
             'write "output_router_logits": true into its config.json',
         )
     elif not weight:
         what, fix = (
-            "multiplies the loss of its routers with 0",
+            "multiplies its router loss by 0",
             "write a router_aux_loss_coef into its config.json",
         )
     if what:

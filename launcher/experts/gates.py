@@ -16,7 +16,7 @@ from torch import Tensor
 
 MOST = 1 << 40  # of a capacity
 DROPPED = -1
-"""In the place of an expert's number: no expert takes this pair."""
+"""Stands in place of an expert's number: no expert takes this pair."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from launcher.cluster.secret import without_secrets
 from launcher.config import Config, load
 from launcher.config.problems import ConfigProblems, dotted
-from launcher.config.root import read
+from launcher.config.source import read
 from launcher.engine.config_getters import value_at
 from launcher.engine.dtypes import DTYPES
 from launcher.errors import ConfigError

@@ -12,7 +12,7 @@ from launcher.cluster.selection import select
 from launcher.integrations.processes import logger
 
 EXPORT_ENVS = EXTRA_PREFIXES
-"""Variables whose names begin so go to other nodes, besides those that go anyway; a program may add to it."""
+"""Prefixes of more variables that are passed on to other nodes; a program may add to them."""
 
 
 def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:

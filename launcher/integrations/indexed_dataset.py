@@ -17,7 +17,7 @@ from launcher.errors import ConfigError
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 TYPES = (np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16, np.uint32, np.uint64)
-"""Of the numbers, in the order of their codes, which begin at 1."""
+"""Dtypes of the numbers, in the order of their codes, from 1."""
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -68,7 +68,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
             )
         )
         if index[:9].tobytes() != MAGIC or version != VERSION or not 1 <= kind <= len(TYPES):
-            raise ValueError("another beginning, version or type")
+            raise ValueError("its header has another magic number, version or dtype code")
         self.dtype = np.dtype(TYPES[kind - 1])
         at = 34
         self.sizes, at = index[at : at + 4 * rows].view(np.int32), at + 4 * rows
@@ -156,7 +156,7 @@ class MMapIndexedDatasetBuilder:
         """Add all rows of another one, given as NAME. Raises ConfigError where its numbers are of another type."""
         other = MMapIndexedDataset(another_file)
         if other.dtype != self._dtype:
-            raise ConfigError(f"its numbers are {other.dtype}, and not {self._dtype}", where=another_file)
+            raise ConfigError(f"its dtype is {other.dtype}, not {self._dtype}", where=another_file)
         self._doc_idx += [len(self._sizes) + int(row) for row in other.doc_idx[1:]]
         self._sizes += other.sizes.tolist()
         with open(data_file_path(another_file), "rb") as source:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 VERSION = "0.19.8"
-"""Of the DeepSpeed whose names these are; scripts ask for 0.18.2 at least."""
+"""Version of the DeepSpeed whose names these are; scripts ask for 0.18.2 at least."""
 MAJOR, MINOR, PATCH = (int(part) for part in VERSION.split("."))
 
 _PACKAGE = "launcher.integrations"

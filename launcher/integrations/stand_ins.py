@@ -15,7 +15,7 @@ from torch import nn
 import launcher
 import launcher.integrations.lr_schedules  # puts DeepSpeed's attributes on schedules
 from launcher.checkpointing import checkpoint
-from launcher.config.root import read
+from launcher.config.source import read
 from launcher.engine import Engine
 from launcher.errors import ConfigError
 from launcher.integrations.marks import mark_small  # the module puts DeepSpeed's attributes on parameters

@@ -77,7 +77,7 @@ def apply(model: nn.Module, mesh: Mesh, layout: SequenceLayout) -> SharedModel:
     config: Any = model.config.get_text_config()
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in _ATTENTION:
-            raise refused(model, f"has layers of kind {kind}, which see other tokens in a way of their own")
+            raise refused(model, f"has layers of kind {kind}, which read other tokens by their own rules")
     if getattr(config, "output_router_logits", False):
         raise refused(
             model, "has an auxiliary loss of its routers (output_router_logits), which needs all tokens"

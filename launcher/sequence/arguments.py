@@ -13,9 +13,9 @@ from launcher.sequence.inputs import MASK, POSITIONS, refused
 
 CACHE = "past_key_values"
 _OF_LAYERS = ("output_attentions", "output_router_logits")
-"""Arguments that ask for something of each layer."""
+"""Arguments that ask for an output of each layer."""
 _MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_values")
-"""How names of arguments begin that are not of tokens."""
+"""Prefixes of arguments that do not have one value per token."""
 
 
 def check_arguments(model: nn.Module, batch: Mapping[str, Any], *, pads_alone: bool) -> None:

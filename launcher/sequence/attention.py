@@ -95,9 +95,9 @@ def attention(
         )
         return found
     if dropout:
-        raise refused(module, f"drops {dropout} of its attention weights out")
+        raise refused(module, f"has an attention dropout of {dropout}")
     if keywords.get("position_bias") is not None:
-        raise refused(module, "adds a bias of positions to its scores")
+        raise refused(module, "adds a position bias to its attention scores")
     scores = Scores(
         query.shape[-1] ** -0.5 if scaling is None else float(scaling), float(keywords.get("softcap") or 0.0)
     )

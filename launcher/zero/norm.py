@@ -64,7 +64,7 @@ def norm_and_use(zero: ZeroModel, more: Tensor | None = None) -> tuple[Tensor, l
 def _uneven_discard(count: int, ranks: int) -> LauncherError:
     """Make the error, which all ranks raise before any of them steps: copies of the model would not stay the same."""
     return LauncherError(
-        f"{count} of {ranks} ranks threw gradients away after they had been reduced over all ranks, so the ranks "
+        f"{count} of {ranks} ranks discarded gradients after they had been reduced over all ranks, so the ranks "
         "would step to different weights",
         where="engine.step()",
         fix="call zero_grad(), or set p.grad = None, on every rank or on none",

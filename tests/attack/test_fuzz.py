@@ -153,7 +153,7 @@ def mutation(rng: random.Random) -> str:
 
 
 def load_tree(path: Path) -> dict[str, Any]:
-    from launcher.config.root import read
+    from launcher.config.source import read
 
     return read(path).tree
 

@@ -13,7 +13,8 @@ import yaml
 from launcher.cli import accelerate_flags, hugging_face
 from launcher.cli.launch_flags import launch_parser
 from launcher.cli.main import _source, main
-from launcher.config.root import load, read
+from launcher.config.root import load
+from launcher.config.source import read
 from launcher.errors import ConfigError
 
 SECTION = {

@@ -217,7 +217,7 @@ def test_migrate_tells_of_comments(tmp_path: Path, capsys: pytest.CaptureFixture
     old = tmp_path / "old.json"
     old.write_text('{\n  // one\n  "train_batch_size": 8, # two\n  /* three */ "fp16": {"enabled": false}}\n')
     _, text = shown(capsys, str(old), "--migrate", str(tmp_path / "new.json"))
-    assert "comments are left out, for JSON has none: see line 2, 3 of" in " ".join(text.split())
+    assert "comments are left out, because JSON has none: see line 2, 3 of" in " ".join(text.split())
 
 
 def test_check_is_light(old: Path, tmp_path: Path) -> None:

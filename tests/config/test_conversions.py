@@ -7,7 +7,7 @@ import pytest
 from launcher.config import ConfigProblems, load
 from launcher.config.conversions import DROPPED, RENAMED, convert
 from launcher.config.document import Rewriter
-from launcher.config.root import read
+from launcher.config.source import read
 
 OFFLOAD_CPU = {"device": "cpu"}
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [

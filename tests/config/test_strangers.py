@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from launcher.config import Config, ConfigProblems, load
-from launcher.config.root import inspect, read
+from launcher.config.root import inspect
 from launcher.config.schema import FOREIGN, OTHER_NAMES
+from launcher.config.source import read
 from launcher.config.verdicts import verdicts
 
 OWN: list[tuple[str, Any]] = [

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from launcher.config import Config
 from launcher.config.problems import Path as KeyPath
 from launcher.config.problems import distance, dotted, is_comment
-from launcher.config.root import inspect, read
+from launcher.config.root import inspect
 from launcher.config.schema import implemented_paths, known_paths
+from launcher.config.source import read
 from tests.config.test_typos import LETTERS, typo
 
 DIRECTORY = Path(__file__).parent / "configs"

@@ -95,8 +95,8 @@ def refused(ctx: RankContext, family: str) -> str:
 
 
 def test_a_model_without_such_a_loss_is_told(pool: WorkerPool) -> None:
-    assert "does not compute the loss of its routers" in pool.run(refused, 1, "plain")[0]
-    assert "has no balance loss of its routers" in pool.run(refused, 1, "groups and dense layers")[0]
+    assert "does not compute its router loss" in pool.run(refused, 1, "plain")[0]
+    assert "has no load-balancing loss" in pool.run(refused, 1, "groups and dense layers")[0]
 
 
 def test_stages_and_shared_sequences_are_refused() -> None:

@@ -19,13 +19,13 @@ FIRST = {
     *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),  # gemma3n, gemma4
     *("altup_projections", "multi_modal_projector", "visual_projection", "embed_tokens_extend"),
 }
-"""Names of modules that stand behind the blocks and run in front of them."""
+"""Names of modules that are registered after the blocks and run before them."""
 
 LAST = {"final_layer_norm", "project_out", "bigbird_pegasus.layernorm_embedding"}  # the first two are opt's
-"""Names of modules that stand before the blocks and run behind them; of one model_type: that comes before `FIRST`."""
+"""Names of modules that are registered before the blocks and run after them; with a model_type, before `FIRST`."""
 
 TOWERS = {"vision_tower", "vision_model", "image_encoder", "audio_tower", "vision_embed_tokens"}
-"""Names of modules that make embeddings of something else than text: they run in front of the blocks of the text."""
+"""Names of modules that embed something other than text: they run before the text's blocks."""
 
 UNCUTTABLE = {
     "blt": "it is four models, and the last of them looks back at what the first gives",

@@ -51,7 +51,7 @@ def matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
 def no_method(method: str) -> ConfigError:
     """Return the error for an unknown method of dividing layers."""
     return ConfigError(
-        f"there is no method {method!r} to divide layers",
+        f"unknown partition method {method!r} to divide layers",
         where=WHERE,
         fix='write "best", "uniform", "parameters", "profile" or "type:REGEX"',
     )

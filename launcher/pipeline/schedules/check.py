@@ -39,7 +39,7 @@ def _complete(schedule: PipelineSchedule, trains: bool) -> None:
         expected = _expected(schedule, rank, counts, trains)
         for action, count in counts.items():
             if count > 1:
-                raise _error(schedule, rank, f"{action} is there {count} times")
+                raise _error(schedule, rank, f"{action} occurs {count} times")
             if action not in expected:
                 raise _error(schedule, rank, f"{action} does not belong on this rank")
         for action in expected:

@@ -121,7 +121,7 @@ def warn_of_discard_once(rank: int) -> None:
     """Say that gradients of a step that is not over are gone."""
     if rank == 0:
         logger.warning(
-            "zero_grad() between the microbatches of a step has thrown their gradients away, as in PyTorch; if that is "
+            "zero_grad() between the microbatches of a step discarded their gradients, as in PyTorch; if that is "
             "not meant, leave it out: step() clears gradients itself (reported once)"
         )
 
