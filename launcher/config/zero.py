@@ -133,7 +133,7 @@ class ZeroConfig(Section):
     """Gradients of a unit live in one flat buffer."""
 
     reduce_scatter: bool = True
-    """Gradients that are sharded are reduce-scattered; false all-reduces them and keeps the shard."""
+    """Gradients are reduce-scattered at stages 1 to 3; false all-reduces them, and each rank keeps its slice."""
 
     reduce_bucket_size: Count = 500_000_000
     """Maximum number of gradient elements that are being reduced at a time, and in one collective."""

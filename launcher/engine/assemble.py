@@ -43,7 +43,7 @@ from launcher.monitor.memory import trim_malloc
 from launcher.monitor.processors import warn_of_slow_products
 from launcher.offload.placement import Placements
 from launcher.optim.build import choose
-from launcher.optim.sharded import ShardedOptimizer
+from launcher.optim.sharded import OptimizerFactory, ShardedOptimizer
 from launcher.pipeline.crossing import StagedPart
 from launcher.tensor.split_model import SplitModel, TensorParallelOptions
 from launcher.zero import (
@@ -118,14 +118,14 @@ def initialize(
         (engine, optimizer, training dataloader, lr scheduler); the last three may be None.
 
     Raises:
-        ConfigError: the JSON, or the combination of arguments, cannot be done; it says what to write.
+        ConfigError: the JSON or the arguments ask for something impossible; it says what to write instead.
     """
     if model is None:
         raise ArgumentsError("initialize() needs a model", fix="pass model=...")
     device = device or pick_device()
     init_distributed(device)
     loaded = loaded_config(args, config if config is not None else config_params)
-    row, loaded = row_in(model, loaded)
+    pipeline_module, loaded = row_in(model, loaded)
     cut_by, shared, tiled = CutBy.HOOKS, None, []
     if mpu is not None or mesh_param is not None or loaded.cp_degree > 1:
         from launcher.engine.sharing import sequences_of
@@ -142,17 +142,17 @@ def initialize(
     monitor = open_monitor(resolved, mesh)
     if device.type == "cpu" and mesh.rank == 0:
         warn_of_slow_products(autocast_dtype(resolved) or DTYPES[resolved.dtype])
-    own: SequentialPipeline | None = None
-    if row is None:
+    own_stage: SequentialPipeline | None = None
+    if pipeline_module is None:
         chosen = choose(resolved, optimizer, model_parameters, model)
-    else:  # before it is built it has no parameters to give: none means all
+    else:  # it has no parameters before it is built; model_parameters of None trains all
         model_parameters = list(model_parameters or ()) or None
-        chosen = choose(resolved, optimizer, model_parameters, row.whole())
+        chosen = choose(resolved, optimizer, model_parameters, pipeline_module.whole())
         taken = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         from launcher.engine.cutting import cut_row
 
-        own = cut_row(row, mesh, resolved, training_data, collate_fn, taken=taken)
-        model = own.part
+        own_stage = cut_row(pipeline_module, mesh, resolved, training_data, collate_fn, taken=taken)
+        model = own_stage.part
     release(model)  # from an engine that it had before
     source = source or _source(model, seed)
     several = (mesh.axes["tp"].degree, mesh.axes["pp"].degree, resolved.expert_parallel.degree)
@@ -166,13 +166,14 @@ def initialize(
 
         tiled = tile(model, resolved, cut_by)
         shared = share_sequences(model, mesh, resolved, cut_by, mpu)
-    staged: StagedPart = own or stages_of(model, split_model, mesh, resolved, seq_length)
+    staged: StagedPart = own_stage or stages_of(model, split_model, mesh, resolved, seq_length)
     checkpointer = recompute(model, staged, resolved, mesh.axes["tp"])
     mark_leaves(model, resolved)
     holders = holders_of(staged, mesh)
     agree(model, holders, device)
-    policy, rests = policy_of(resolved, model), placements(resolved, mesh, device)
-    layout = ShardLayout.of(policy, axes, device, rests, expert_axes)
+    layout = ShardLayout.of(
+        policy_of(resolved, model), axes, device, placements(resolved, mesh, device), expert_axes
+    )
     parts = LocalModel(
         splits={**split_model.splits, **spread.splits},
         tp=split_model.axis,
@@ -185,22 +186,11 @@ def initialize(
     zero = apply_zero(model, units_of(model, staged.blocks), layout, parts, source)
     cast_buffers(resolved, model)
     steer_routers(model, mesh, resolved, zero)
-    stepper = (
-        None
-        if chosen is None
-        else ShardedOptimizer(
-            zero,
-            chosen[1],
-            chosen[0],
-            int(resolved.zero_optimization.sub_group_size),
-            state_dtype(resolved, optimizer),
-        )
-    )
-    if stepper is not None:
-        stepper.scales = scales_loss(resolved)
-        stepper.name = resolved.optimizer.type if optimizer is None and resolved.optimizer else ""
+    stepper = _stepper(zero, chosen, resolved, optimizer)
     scheduler = _scheduler(resolved, lr_scheduler, stepper)
-    loader = _dataloader(training_data, resolved, mesh, collate_fn, seed=seed, in_stages=row is not None)
+    loader = _dataloader(
+        training_data, resolved, mesh, collate_fn, seed=seed, in_stages=pipeline_module is not None
+    )
     runtime = runtime_of(staged, mesh, resolved)
     versions = versions_of(zero, staged, resolved)
     engine = Engine(
@@ -209,7 +199,9 @@ def initialize(
     engine.shared_sequences = shared
     for changed in [*filter(None, [shared]), *tiled]:  # the last one that changed the model first
         zero.hooks.add_removable(changed)
-    if shared is not None and shared.axis.group is not None:  # a rehearsal has no values
+    if (
+        shared is not None and shared.axis.group is not None
+    ):  # `launch memory-estimate` has no process groups, and no values
         from launcher.engine.sharing import verify_shared
 
         verify_shared(engine, shared)
@@ -219,6 +211,23 @@ def initialize(
     if not isinstance(config, Config):
         announce(engine)
     return engine, stepper, loader, scheduler
+
+
+def _stepper(
+    zero: ZeroModel,
+    chosen: tuple[OptimizerFactory, list[dict[str, Any]]] | None,
+    config: Config,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
+) -> ShardedOptimizer | None:
+    """Make the optimizer of what this rank owns, of a factory and its param groups; None: nothing is stepped."""
+    if chosen is None:
+        return None
+    factory, groups = chosen
+    sub_group_size = int(config.zero_optimization.sub_group_size)
+    stepper = ShardedOptimizer(zero, groups, factory, sub_group_size, state_dtype(config, optimizer))
+    stepper.scales = scales_loss(config)
+    stepper.name = config.optimizer.type if optimizer is None and config.optimizer else ""
+    return stepper
 
 
 def mark_leaves(model: nn.Module, config: Config) -> None:

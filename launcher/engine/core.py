@@ -68,6 +68,9 @@ class ModuleHolder(nn.Module):
 class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHolder):
     """The core that trains: a model in flat buffers, its optimizer, and what counts and watches its steps.
 
+    `Engine` (`engine.py`) is the public class over it. The mixins: which microbatch is the last of a step
+    (`accumulation.py`), states that a script moves to the host (`state_offload.py`), and getters.
+
     Attributes:
         module: the user's model.
         runtime: runs the microbatches of a step; a model that is not cut is one stage of it.
@@ -338,7 +341,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
     def divisor_of_local(self) -> float:
         """Return what gradients are divided by that have not been reduced over the ranks."""
         scaled = self.zero.hooks.losses_were_scaled
-        if len(scaled) == 2:
+        if len(scaled) == 2:  # some losses of the step had the loss scale, and some had not
             check_scales(scaled, self.loss_scaler.scale, self.gradient_accumulation_steps())
         return self.gradient_accumulation_steps() if scaled == {False} else self.loss_scaler.scale
 

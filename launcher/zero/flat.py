@@ -6,8 +6,8 @@ unit          a transformer block, the embedding, the head, or the rest of the m
               and reduced together
 flat buffer   the parameters of one unit with one dtype and one `requires_grad`, laid end to end, padded so that the
               degree of the shard axis divides it
-slot          the place of one parameter in a flat buffer: its elements on this tp rank, and room for the most on any;
-              the rest is padding, which stays zero
+slot          the place of one parameter in a flat buffer: its elements on this tp rank, padded with zeros to the
+              size on the tp rank that has most
 shard         slice r of a flat buffer, held by rank r of the axis
 full          the whole flat buffer: always there when parameters are not sharded, else only while unsharded
 leaf          the nn.Parameter that autograd sees; its data is a view of `full`
@@ -16,14 +16,14 @@ master        the weights that the optimizer steps: the shard itself in fp32, an
               shard itself where `fp32_master` is false)
 owned         the range of the flat buffer whose optimizer state this rank holds: its slice, or all of it (stage 0)
 offloaded     shard, master or gradient that is in memory only while somebody works with it (`offload/offloaded.py`):
-              who asks for it brings it in, and `rest` lets it go
+              reading it loads it, and `rest` lets it go
 
 [Note: buffers and streams]
 
 On a GPU the module computes on the current stream, and collectives run on streams of their own. A collective starts
 after what the current stream has queued when it is called, and `Pending.wait` makes the current stream wait for it; the
-CPU does not wait. So everything that uses a buffer of the pool is ordered by the current stream: who reshards gives
-the buffer back while kernels that read it are still queued, and the gather that takes it next starts behind them. No
+CPU does not wait. So everything that uses a buffer of the pool is ordered by the current stream: reshard may
+return the buffer while kernels that read it are still queued, and the gather that takes it next starts behind them. No
 events are needed, and nothing may use a buffer before `wait_for_unshard` or after `reshard`. One thing is not ordered
 so: host memory that a tier hands out again. Where the shard is offloaded its copy to the device is waited for before
 the memory goes back (`_gather`).

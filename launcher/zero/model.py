@@ -78,7 +78,10 @@ class ZeroModel:
         self.trainable_slots = [slot for gradient in self.gradients for slot in gradient.flat.slots]
         self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
         self.unsharder = Unsharder(
-            self.policy, self.placements.ahead, self.placements.units_ahead, spares=self.placements.one_memory
+            self.policy,
+            self.placements.ahead,
+            self.placements.units_ahead,
+            saves_memory=self.placements.one_memory,
         )
         self.reducer = Reducer(order_of_reduction(units), self.policy)
         self.hooks = Hooks(units, self.unsharder, self.reducer)

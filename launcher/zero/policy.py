@@ -31,7 +31,7 @@ class ZeroPolicy:
             number of ranks (`prescale_gradients`). The step does the rest of the division.
         reduce_bucket_size: at most so many gradient elements are being reduced at once, and no collective
             carries more.
-        reduce_scatter: false: sharded gradients are all-reduced and the slice is kept.
+        reduce_scatter: false: at stages 1 to 3 gradients are all-reduced, and each rank keeps its slice.
         allgather_bucket_size: updated parameters come back in collectives of at most so many elements.
         allgather_partitions: false: they come back by a broadcast from each rank.
         overlap_comm: reductions run while backward goes on, and the next units are gathered ahead of use.

@@ -12,8 +12,8 @@ zeros: when the backward has passed them ([Note: a gradient may not come] in hoo
 `collect` moves the leaves' gradients into one buffer and takes them from the leaves at once: from then on only the
 buffer is held. Where gradients are sharded it comes from the pool, and goes back in `FlatGradient.done`, after all of
 its buckets were waited for: peers may read it until then. Reductions run on while the next unit computes, and would
-pile up where the network is slower. So those of more than UNITS_IN_FLIGHT units ago are waited for when a unit is
-ready, and of all that are under way no more than `reduce_bucket_size` elements before another bucket starts. The
+pile up where the network is slower. So when a unit becomes ready, reductions older than UNITS_IN_FLIGHT units are
+waited for; and before a bucket starts, until it and those in flight have at most `reduce_bucket_size` elements. The
 second hop of a gradient, and the listener's step, begin where the sum is complete: in the wait for its last bucket.
 """
 
@@ -36,7 +36,7 @@ UNITS_IN_FLIGHT = 1
 
 
 def order_of_reduction(units: list[Unit]) -> list[Unit]:
-    """Return every unit with trainable parameters: the reverse of registration, the root unit, which is last, last."""
+    """Return the units with trainable parameters in reverse order of registration, but the root unit stays last."""
     *blocks, root = units
     return [unit for unit in (*reversed(blocks), root) if unit.gradients]
 
@@ -59,8 +59,8 @@ class BackwardPlan:
         reduces: False keeps them on the leaves, as inside `no_sync`.
         last: The microbatch is the last one of a step.
         listener: Uses gradients as soon as they are reduced; only in the last microbatch.
-        blocks: Names of the units that it goes through, the root unit apart; None: it may be all. None at all: what
-            needs parameters has been computed before, and only gradients of weights come.
+        blocks: Names of the units that it goes through, the root unit apart; None: possibly all. An
+            empty collection: only gradients of weights come; nothing that needs parameters is computed.
     """
 
     reduces: bool = True

@@ -15,11 +15,11 @@ order is unsharded when it is met, and the order is recorded again. Nothing depe
 
 [Note: all ranks gather alike]
 
-Gathers match by order, too, and nothing fixes theirs but that all ranks do the same: each gathers what its forward and
-backward meet, and ahead of that what the recorded order says. So what is gathered ahead depends on nothing that may
-differ between ranks: on the policy's sizes and the order, never on time, on free memory, or on whether a shard has been
-read from its tier. A shard that has not been asked for stops the gathering ahead (`_prefetch`): waiting for it here
-would stop this rank while the others go on.
+Gathers match by order, too, and only the same forward and backward on all ranks fixes theirs: each gathers what its
+forward and backward meet, and ahead of that what the recorded order says. So what is gathered ahead depends on nothing
+that may differ between ranks: on the policy's sizes and the order, never on time, on free memory, or on whether a shard
+has been read from its tier. A shard that has not been asked for stops the gathering ahead (`_prefetch`): waiting for it
+here would stop this rank while the others go on.
 """
 
 from __future__ import annotations
@@ -51,16 +51,21 @@ class Unsharder:
 
     Args:
         policy: prefetch size, live limit, reuse distance.
-        ahead, units_ahead: elements and units further on that are in memory, shards or gathered, of those that rest
-            elsewhere; one unit at least.
-        spares: gathered buffers share the host memory that offloaded units are to save: none is kept for reuse, and
+        ahead, units_ahead: of offloaded units, how many elements and units ahead of use may be in memory, as shards
+            or gathered; at least one unit.
+        saves_memory: gathered buffers lie in the host memory that offload is to save: each is freed at once, and only
             one unit is gathered ahead.
     """
 
     def __init__(
-        self, policy: ZeroPolicy, ahead: int = 0, units_ahead: int = 0, *, spares: bool = False
+        self, policy: ZeroPolicy, ahead: int = 0, units_ahead: int = 0, *, saves_memory: bool = False
     ) -> None:
-        self.policy, self.ahead, self.units_ahead, self.spares = policy, ahead, units_ahead, spares
+        self.policy, self.ahead, self.units_ahead, self.saves_memory = (
+            policy,
+            ahead,
+            units_ahead,
+            saves_memory,
+        )
         self._fetched: set[Unit] = set()
         self._orders: dict[bool, list[Unit]] = {}  # with gradients / without
         self._order: list[Unit] = []
@@ -162,7 +167,9 @@ class Unsharder:
             return
         ahead = 0
         for unit in self._order[self._next :]:
-            if ahead >= self.policy.prefetch_bucket_size or (ahead and self.spares and unit.is_offloaded):
+            if ahead >= self.policy.prefetch_bucket_size or (
+                ahead and self.saves_memory and unit.is_offloaded
+            ):
                 break
             ahead += unit.numel
             if unit not in self.unsharded:  # see [Note: all ranks gather alike]
@@ -200,7 +207,7 @@ class Unsharder:
             distance += later.numel
             if distance > self.policy.max_reuse_distance:
                 return False
-            if unit.is_offloaded and self.spares and later not in near:
+            if unit.is_offloaded and self.saves_memory and later not in near:
                 if not self._fits(near, later):
                     return False
                 near.add(later)

@@ -154,12 +154,12 @@ def test_what_rests_elsewhere_is_read_ahead_and_gathered_one_use_later(
 def test_what_rests_elsewhere_is_kept_no_longer_than_it_would_be_read_ahead() -> None:
     """Memory must not grow with the model: without a limit all units are there at the end of the forward."""
 
-    def most(*, spares: bool) -> int:
+    def most(*, saves_memory: bool) -> int:
         units = [FakeUnit(c, is_offloaded=True) for c in "abcdefghij"]
         policy = ZeroPolicy.of_stage(3, prefetch_bucket_size=10**9, max_reuse_distance=10**9)
-        fetch = Unsharder(policy, ahead=10**9, units_ahead=3, spares=spares)
+        fetch = Unsharder(policy, ahead=10**9, units_ahead=3, saves_memory=saves_memory)
         iterate(fetch, units)
         return max(len(live) for live in iterate(fetch, units))
 
-    assert most(spares=False) == 10
-    assert most(spares=True) <= 1 + 3
+    assert most(saves_memory=False) == 10
+    assert most(saves_memory=True) <= 1 + 3
