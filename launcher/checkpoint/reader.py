@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageM
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -70,6 +71,10 @@ def read_metadata(directory: Path) -> Metadata:
     Raises:
         CheckpointError: `.metadata` is missing or corrupted, or it refers to anything but tensors.
     """
+    if is_deepspeed(directory):
+        from launcher.checkpoint.deepspeed.reader import metadata_of
+
+        return metadata_of(directory)
     path = directory / METADATA_FILE
     try:
         metadata = _RestrictedUnpickler(io.BytesIO(path.read_bytes())).load()

@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from launcher.checkpoint import tags
 from launcher.checkpoint.checksums import FileChecksum, HashingFileSystem, check_blocks, check_sizes
+from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.checkpoint.ranks import CollectiveErrors, Disagreement, root_cause
 from launcher.checkpoint.reader import (
     SafeReader,
@@ -154,7 +155,9 @@ def peek(directory: Path, tag: str | None) -> dict[str, Any]:
     chosen = tag if tag is not None else tags.tag_to_load(directory)[0]
     if chosen is None:
         raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
-    return tags.read_meta(tags.tag_path(directory, chosen)).meta
+    found = _look(directory, chosen, False, tell=False)
+    assert found is not None
+    return found[1]
 
 
 def has_latest(directory: Path) -> bool:
@@ -176,6 +179,10 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
             fix=f"name the tag: {', '.join(known[-5:])}" if known else "check the directory",
         )
     where = tags.tag_path(path, chosen)
+    if is_deepspeed(where):
+        from launcher.checkpoint.deepspeed.content import open_content
+
+        return chosen, open_content(where).meta
     content = tags.read_meta(where)
     if content.tag not in (None, tags.tag_of(where)):
         raise CheckpointError(
@@ -199,7 +206,12 @@ def _check_bytes(path: Path, tag: str, ranks: CollectiveErrors) -> None:
 
     def compare() -> None:
         where = tags.tag_path(path, tag)
-        check_blocks(where, tags.read_meta(where).files, *ranks.share)
+        if is_deepspeed(where):
+            from launcher.checkpoint.deepspeed.reader import check_bytes
+
+            check_bytes(where, *ranks.share)
+        else:
+            check_blocks(where, tags.read_meta(where).files, *ranks.share)
 
     ranks.together(compare)
 
@@ -246,13 +258,22 @@ def load(
         lambda: _quietly(
             lambda: dcp.load(
                 dict(tensors),
-                storage_reader=SafeReader(where, metadata),
+                storage_reader=_reader_of(where, metadata),
                 planner=TensorLoadPlanner(flatten_state_dict=False, allow_partial_load=not strict),
                 process_group=ranks.sharing,
                 no_dist=ranks.alone,
             )
         )
     )
+
+
+def _reader_of(where: Path, metadata: Metadata) -> dcp.StorageReader:
+    """Return what reads the files of a checkpoint: launcher's, or DeepSpeed's."""
+    if is_deepspeed(where):
+        from launcher.checkpoint.deepspeed.reader import DeepSpeedReader
+
+        return DeepSpeedReader(where)
+    return SafeReader(where, metadata)
 
 
 class _PartialPlanner(dcp.DefaultSavePlanner):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint.checksums import FileChecksum, damaged, digest
+from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.checkpoint.names import LATEST_FILE, META_FILE, OLD, TMP
 from launcher.errors import CheckpointError, ConfigError, shortened
 from launcher.files import read_small
@@ -75,6 +76,8 @@ def tag_path(directory: Path, tag: str) -> Path:
     for path in (directory / check_tag(tag), directory / f"{OLD}{tag}"):
         if (path / META_FILE).is_file():
             return path
+    if is_deepspeed(directory / tag):
+        return directory / tag
     refuse_foreign(directory / tag)
     tags, absent = list_tags(directory), directory / tag / META_FILE
     why = f" {absent} is missing." if (directory / tag).is_dir() else ""
@@ -86,18 +89,22 @@ def tag_path(directory: Path, tag: str) -> Path:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Say it clearly where a directory is a checkpoint of DeepSpeed's.
+    """Say it clearly where a directory is one tag of DeepSpeed's, or in its universal layout, which is not read.
 
     Raises:
         CheckpointError: it is.
     """
-    universal = (path / "latest_universal").exists() or (path / "zero" / "optimizer_state.pt").exists()
-    if universal or next(path.glob("*model_states.pt"), None) is not None:
-        kind = "in DeepSpeed's universal layout" if universal else "of DeepSpeed's"
+    if (path / "latest_universal").exists() or (path / "zero" / "optimizer_state.pt").exists():
         raise CheckpointError(
-            f"{path} has a checkpoint {kind}, which launcher cannot read.",
+            f"{path} has a checkpoint in DeepSpeed's universal layout, which launcher cannot read yet.",
             where=str(path),
-            fix="write its weights with DeepSpeed's zero_to_fp32.py --safe_serialization, and start from those",
+            fix="load the checkpoint that it was made from",
+        )
+    if is_deepspeed(path):
+        raise CheckpointError(
+            f"{path} is one checkpoint of DeepSpeed's, not a directory of them.",
+            where=str(path),
+            fix=f"load the directory {path.parent}, with the tag {path.name}",
         )
 
 

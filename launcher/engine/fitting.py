@@ -147,10 +147,14 @@ def _check_shapes(path: Path, stored: Stored, mine: dict[str, Size], read: set[s
 
 
 def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
-    mine, theirs = engine.get_type()[:1], (meta["optimizer"] or {}).get("type")
-    if theirs not in mine:
+    mine, theirs = engine.get_type()[:1], (meta["optimizer"] or {}).get("type") or []
+    theirs = (
+        theirs if isinstance(theirs, list) else [theirs]
+    )  # DeepSpeed's name none: those that its states fit
+    if mine[0] not in theirs:
+        has = " or ".join(theirs) or "no optimizer"
         raise CheckpointError(
-            f"The checkpoint has the state of {theirs or 'no optimizer'}, but this run steps with {mine[0]}.",
+            f"The checkpoint has the state of {has}, but this run steps with {mine[0]}.",
             where=str(path),
             fix="use the optimizer that it was saved with, or pass load_optimizer_states=False",
         )

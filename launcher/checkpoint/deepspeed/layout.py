@@ -1,0 +1,134 @@
+"""Where each parameter's elements lie in DeepSpeed's files, as boxes of logical tensors.
+
+- Stages 1 and 2: the parameters of a group lie end to end in one flat tensor, of which each rank wrote a range.
+- Stage 3: each parameter is cut into as many equal parts as there are ranks (the last one padded); a rank wrote its
+  parts end to end, in one or more sub-groups.
+- Stage 0: whole tensors, by parameter in fp32, by group where the model is in 16 bits.
+
+States of the optimizer lie like the weights that it steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from launcher.tensor.rectangles import rectangles
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a logical tensor, and its elements.
+
+    Args:
+        offsets, sizes: of the box.
+        data: [sizes], a view of a file.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    data: Tensor
+
+
+@dataclass
+class Stored:
+    """A logical tensor in parts."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the parts are all of it."""
+        return sum(math.prod(part.sizes) for part in self.parts) == math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring elements of a parameter in a flat tensor.
+
+    Args:
+        start, stop: in the flattened parameter.
+        rank, group, at: whose flat tensor, which one, and where in it.
+    """
+
+    name: str
+    start: int
+    stop: int
+    rank: int
+    group: int
+    at: int
+
+
+def whole(tensor: Tensor) -> Stored:
+    """Return a tensor as the only part of itself."""
+    shape = tuple(tensor.shape)
+    return Stored(shape, tensor.dtype, [Part((0,) * len(shape), shape, tensor)])
+
+
+def ranges(
+    groups: Sequence[Shapes], lengths: Sequence[Sequence[int]], paddings: Sequence[Sequence[int]] | None
+) -> Iterator[Run]:
+    """Yield where parameters are at stages 1 and 2.
+
+    Args:
+        groups: name -> shape, of each param group.
+        lengths: of each group, by rank: elements of the range that the rank wrote.
+        paddings: of each group, by parameter: elements behind it that nobody uses.
+    """
+    for number, shapes in enumerate(groups):
+        ends = list(accumulate(lengths[number]))
+        begin = 0
+        for place, (name, shape) in enumerate(shapes.items()):
+            end = begin + math.prod(shape)
+            for rank, stop in enumerate(ends):
+                first = stop - lengths[number][rank]
+                low, high = max(begin, first), min(end, stop)
+                if low < high:
+                    yield Run(name, low - begin, high - begin, rank, number, low - first)
+            begin = end + (paddings[number][place] if paddings else 0)
+
+
+def equal_parts(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -> Iterator[Run]:
+    """Yield where parameters are at stage 3.
+
+    Args:
+        groups: name -> shape; all of them are one sequence.
+        lengths: elements of each sub-group on a rank.
+        ranks: that wrote.
+    """
+    sub_group, at = 0, 0
+    for shapes in groups:
+        for name, shape in shapes.items():
+            count = math.prod(shape)
+            each = -(-count // ranks)
+            while sub_group < len(lengths) - 1 and at >= lengths[sub_group]:
+                sub_group, at = sub_group + 1, 0
+            for rank in range(ranks):
+                start, stop = min(count, rank * each), min(count, (rank + 1) * each)
+                if start < stop:
+                    yield Run(name, start, stop, rank, sub_group, at)
+            at += each
+
+
+def parts_of(run: Run, shape: Sequence[int], flat: Tensor) -> Iterator[Part]:
+    """Yield the boxes of a run, as views of the flat tensor that has it.
+
+    Raises:
+        ValueError: the flat tensor is too short.
+    """
+    if run.at + run.stop - run.start > flat.numel():
+        raise ValueError(
+            f"{run.name} needs elements up to {run.at + run.stop - run.start}, and there are {flat.numel()}"
+        )
+    for box in rectangles(shape, run.start, run.stop):
+        at = run.at + box.flat_start - run.start
+        yield Part(box.offsets, box.sizes, flat[at : at + box.flat_stop - box.flat_start].view(box.sizes))

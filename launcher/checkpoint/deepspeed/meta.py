@@ -1,0 +1,122 @@
+"""What a checkpoint of DeepSpeed's says of its run beside tensors, as launcher's own meta.json says it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from launcher.checkpoint.deepspeed.unpickle import StandIn, plain
+from launcher.comm.plain import encode
+
+logger = logging.getLogger("launcher")
+
+_OWN = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *(
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+    ),
+    *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+    *(
+        "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info",
+        "csr_tensor_module_names",
+        "amp",
+        "rng_states",
+    ),
+}
+"""Keys of DeepSpeed's; all others are the client state of the script."""
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "maximize")
+"""Options of a param group that mean the same here."""
+_OPTIMIZERS: dict[frozenset[str], tuple[str, ...]] = {
+    frozenset(("exp_avg", "exp_avg_sq")): ("AdamW", "Adam"),
+    frozenset(("exp_avg",)): ("Lion",),
+    frozenset(("momentum_buffer",)): ("SGD",),
+    frozenset(("sum",)): ("Adagrad",),
+}
+"""States of a parameter -> the optimizers that have them."""
+
+
+def meta_of(
+    model: Mapping[str, Any],
+    optimizer: Mapping[str, Any] | None,
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[Any, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the meta of a checkpoint.
+
+    Args:
+        model: what rank 0 wrote of the model.
+        optimizer: what rank 0 wrote of the optimizer, with ZeRO.
+        groups: the options of its param groups.
+        states: of each of its tensors.
+    """
+    config = model.get("ds_config") if plain(model.get("ds_config")) else {}
+    steps = int(model.get("global_steps", 0))
+    rates = [float(group["lr"]) for group in groups if "lr" in group]
+    schedule = model.get("lr_scheduler")
+    if isinstance(schedule, dict) and "last_batch_iteration" in schedule:
+        schedule = {"last_lr": rates, **schedule}
+    names = frozenset(
+        key
+        for state in states.values()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim()
+    )
+    client = {key: value for key, value in model.items() if key not in _OWN}
+    left = sorted(key for key, value in client.items() if not plain(value))
+    if left:
+        logger.warning(
+            "of the client state in DeepSpeed's checkpoint this is not loaded: %s", ", ".join(left)
+        )
+    meta: dict[str, Any] = {
+        "global_steps": steps,
+        "global_samples": int(model.get("global_samples", 0)),
+        "micro_steps": steps * _accumulation(config or {}, model),
+        "skipped_steps": int(model.get("skipped_steps", 0)),
+        "loss_scale": _loss_scale(optimizer or model.get("optimizer") or {}),
+        "scheduler": schedule if plain(schedule) else None,
+        "optimizer": {
+            "type": list(_OPTIMIZERS.get(names, ())),
+            "param_groups": [{key: group[key] for key in _OPTIONS if key in group} for group in groups],
+        }
+        if groups
+        else None,
+        "world_size": int(model.get("dp_world_size", 1)),
+        "config": config,
+        "model": None,
+        "tied": [],
+        "client_state": {key: value for key, value in client.items() if key not in left},
+    }
+    return {key: encode(value) for key, value in meta.items()}
+
+
+def _accumulation(config: Mapping[str, Any], model: Mapping[str, Any]) -> int:
+    """Return the microbatches of a step."""
+    said = config.get("gradient_accumulation_steps")
+    if isinstance(said, int):
+        return said
+    batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    if isinstance(batch, int) and isinstance(micro, int):
+        return max(1, batch // (micro * int(model.get("dp_world_size", 1))))
+    return 1
+
+
+def _loss_scale(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of launcher's loss scale."""
+    scaler = state.get("loss_scaler")
+    said = dict(vars(scaler)) if isinstance(scaler, StandIn) else dict(state)
+    return {
+        "dynamic": bool(state.get("dynamic_loss_scale", False)),
+        "scale": float(said.get("cur_scale", 1.0)),
+        "tolerance": int(said.get("cur_hysteresis", 1)),
+        "step": int(said.get("cur_iter", 0)),
+        "last_overflow": int(said.get("last_overflow_iter", -1)),
+    }

@@ -1,0 +1,102 @@
+"""torch.distributed.checkpoint's view of a checkpoint of DeepSpeed's."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from launcher.checkpoint.deepspeed.content import Content, open_content
+from launcher.checkpoint.deepspeed.files import find
+from launcher.checkpoint.deepspeed.layout import Part, Stored
+from launcher.errors import CheckpointError
+
+
+def metadata_of(directory: Path) -> Metadata:
+    """Return what a checkpoint of DeepSpeed's holds: names, shapes, dtypes, and its boxes."""
+    return Metadata({name: _entry(stored) for name, stored in open_content(directory).stored.items()})
+
+
+def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
+    """Compare the bytes of the files, or of this share of them, with the checksums that torch.save wrote.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    for path in find(directory).all[share::shares]:
+        if not zipfile.is_zipfile(path):
+            continue  # of a torch before 1.6: it has no checksums
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+        except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+            damaged = str(error)
+        if damaged:
+            raise CheckpointError(
+                f"{path} is damaged: {damaged} is not what was written.",
+                where=str(path),
+                fix="copy the file again, or load another checkpoint (tag)",
+            )
+
+
+class DeepSpeedReader(StorageReader):
+    """Reads boxes of logical tensors out of DeepSpeed's files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._content: Content = open_content(directory)
+        self._parts = {
+            MetadataIndex(name, torch.Size(part.offsets)): part
+            for name, stored in self._content.stored.items()
+            for part in stored.parts
+        }
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return metadata_of(self._directory)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing has to be set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            part: Part = self._parts[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+            data = part.data
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                data = data.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(data)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return Path(checkpoint_id).is_dir()
+
+
+def _entry(stored: Stored) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in stored.parts]
+    return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)

@@ -1,0 +1,90 @@
+"""Reading DeepSpeed's files without running code from them, and without DeepSpeed.
+
+They are pickles of torch.save. Tensors and plain values are read; objects of DeepSpeed's become inert stand-ins, which
+hold what the file says of them. Any other class is refused by its name.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, is_zipfile
+
+import torch
+
+from launcher.errors import CheckpointError
+
+_UNKNOWN = re.compile(
+    r"GLOBAL (\S+) was not an allowed global|Unsupported (?:class|global|operand)[: ]+(\S+)"
+)
+
+
+class StandIn:
+    """An object of DeepSpeed's: what it was made with, and its attributes."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.zero.stage_1_and_2.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the content of a file; its tensors stay on the disk until they are read.
+
+    Raises:
+        CheckpointError: the file is damaged, or names a class that no such file needs.
+    """
+    kinds: list[Any] = [(type("StandIn", (StandIn,), {}), name) for name in _CLASSES]
+    try:
+        with torch.serialization.safe_globals(kinds):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        if found := _UNKNOWN.search(str(error)):
+            raise CheckpointError(
+                f"{path} contains an object of {next(filter(None, found.groups())).rstrip('.,')}, which is not loaded: "
+                "objects can run code.",
+                where=str(path),
+                fix="if you trust the file, load it where that class is known, remove the object, and save it again",
+            ) from None
+        raise _damaged(path, error) from error
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        EOFError,
+        BadZipFile,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(content, dict):
+        raise _damaged(path, TypeError(f"it holds a {type(content).__name__}, not a dict"))
+    return content
+
+
+def plain(value: Any) -> bool:
+    """Return whether a value is made of numbers, texts and containers: what a meta can hold."""
+    if isinstance(value, dict):
+        return all(plain(key) and plain(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    reason = str(error).partition("\n")[0]
+    return CheckpointError(
+        f"{path} cannot be read: {reason}",
+        where=str(path),
+        fix="the file is incomplete or damaged; copy it again, or load another checkpoint (tag)",
+    )
