@@ -77,7 +77,7 @@ PASSES = Refusal(
     "engine.compile() compiles the blocks of the model with torch.compile",
 )
 CONVERSION = Refusal(
-    "files of DeepSpeed's checkpoints are not read or written here",
+    "its functions for files of checkpoints are not available",
     "engine.load_checkpoint() loads launcher's checkpoints on any number of ranks and at any stage, "
     "without a conversion",
 )

@@ -104,7 +104,7 @@ def load_foreign(ctx: RankContext, directory: Path) -> list[str]:
 
 
 @pytest.mark.key("checkpoint.load_universal")
-def test_directories_of_deepspeed_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
+def test_what_is_not_read_of_deepspeed_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     """And without the key, test_resume.py loads on every topology: the key has nothing to add, and says so."""
     (note,) = [n for n in load({"checkpoint": {"load_universal": True}}).notes if n.kind == "no effect"]
     assert "loads on any number of ranks" in note.what
@@ -115,7 +115,10 @@ def test_directories_of_deepspeed_are_refused(pool: WorkerPool, tmp_path: Path) 
     (tmp_path / "plain" / "latest").write_text("global_step1")
     (data / "mp_rank_00_model_states.pt").touch()
     for universal, plain in pool.run(load_foreign, 2, tmp_path):
-        assert "in DeepSpeed's universal layout" in universal and "checkpoint of DeepSpeed's" in plain
+        assert (
+            "in DeepSpeed's universal layout" in universal
+            and "mp_rank_00_model_states.pt cannot be read" in plain
+        )
 
 
 @pytest.mark.key(

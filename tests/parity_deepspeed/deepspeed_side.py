@@ -3,7 +3,7 @@
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
 python -m tests.parity_deepspeed.deepspeed_side TASK CASES.json OUT.json
 
-where TASK is schedules, difficulties, loss_scales, optimizers, rows, gates or mixtures
+where TASK is schedules, difficulties, loss_scales, optimizers, rows, gates, mixtures or saves
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.parity_deepspeed.mixtures import train as train_mixtures
 from tests.parity_deepspeed.rates import follow
 from tests.parity_deepspeed.rows import config_of, module_of
 from tests.parity_deepspeed.rows import train as train_row
+from tests.parity_deepspeed.saves import begin
 from tests.parity_deepspeed.scales import follow_scale
 
 
@@ -166,6 +167,16 @@ def mixtures(_: None) -> list[list[float]]:
     return train_mixtures(deepspeed.initialize, MoE)
 
 
+def saves(root: str) -> list[list[float]]:
+    """Losses of DeepSpeed's runs after they were saved to directories below `root`."""
+    import deepspeed
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    return begin(deepspeed.initialize, get_fp32_state_dict_from_zero_checkpoint, Path(root))
+
+
 def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
@@ -178,6 +189,7 @@ def main() -> None:
         "rows": rows,
         "gates": gates,
         "mixtures": mixtures,
+        "saves": saves,
     }
     result = tasks[task](given) if task in tasks else train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from launcher.checkpoint.deepspeed import files as ds_files
 from launcher.checkpoint.deepspeed.files import Files
-from launcher.checkpoint.deepspeed.layout import Run, Shapes, Stored, equal_parts, parts_of, ranges, whole
+from launcher.checkpoint.deepspeed.layout import (
+    FlatRange,
+    Shapes,
+    StoredTensor,
+    equal_parts,
+    parts_of,
+    ranges,
+    whole,
+)
 from launcher.checkpoint.deepspeed.meta import meta_of
 from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.errors import CheckpointError
@@ -31,7 +39,7 @@ class Content:
         meta: as in launcher's own meta.json.
     """
 
-    stored: dict[str, Stored]
+    stored: dict[str, StoredTensor]
     meta: dict[str, Any]
 
 
@@ -61,7 +69,7 @@ class _Reader:
             rank: self._optimizer_state(path, load(path)) for rank, path in found.optimizer.items()
         }
         self.model = self.models[0]
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredTensor] = {}
 
     def content(self) -> Content:
         self._check_ranks()
@@ -80,7 +88,7 @@ class _Reader:
                 self.stored[f"model/{name}"] = whole(module[name])
         self._frozen()
         self._check_whole()
-        return Content(self.stored, meta_of(self.model, self.optimizers.get(0), groups, states))
+        return Content(self.stored, meta_of(self.model, self.optimizers.get(0), groups, states, self._tied()))
 
     # ---- with ZeRO -------------------------------------------------------------------------------
 
@@ -110,17 +118,17 @@ class _Reader:
         self._steps(runs, states[0])
 
     def _place(
-        self, kind: str, runs: Iterable[Run], shapes: Mapping[str, tuple[int, ...]], flat_of: Any
+        self, kind: str, runs: Iterable[FlatRange], shapes: Mapping[str, tuple[int, ...]], flat_of: Any
     ) -> None:
         for run in runs:
             flat, shape = flat_of(run), shapes[run.name]
-            entry = self.stored.setdefault(f"{kind}/{run.name}", Stored(shape, flat.dtype))
+            entry = self.stored.setdefault(f"{kind}/{run.name}", StoredTensor(shape, flat.dtype))
             try:
                 entry.parts.extend(parts_of(run, shape, flat.view(-1)))
             except ValueError as error:
                 raise self._wrong(self.files.optimizer[run.rank], f"is too short: {error}") from None
 
-    def _steps(self, runs: Iterable[Run], states: Mapping[Any, Mapping[str, Any]]) -> None:
+    def _steps(self, runs: Iterable[FlatRange], states: Mapping[Any, Mapping[str, Any]]) -> None:
         """Give each parameter the count of steps of its group."""
         steps = [_step_of([group]) for group in states.values()]
         for run in runs:
@@ -201,14 +209,16 @@ class _Reader:
 
     def _parameters(self) -> list[str]:
         """Return the names of the model's parameters, each tied one once, in the order of the model."""
-        skipped = {*(self.model.get("buffer_names") or ()), *_plain_dict(self.model.get("shared_params"))}
-        names, seen = list[str](), set[int]()
+        skipped = {*(self.model.get("buffer_names") or ()), *self._tied()}
+        return [name for name in self.model["module"] if name not in skipped]
+
+    def _tied(self) -> dict[str, str]:
+        """Return further names of parameters -> their first ones. Stage 0 does not write them; memory says it."""
+        tied, first = _plain_dict(self.model.get("shared_params")), dict[int, str]()
         for name, tensor in self.model["module"].items():
-            if name in skipped or (tensor.numel() and tensor.data_ptr() in seen):
-                continue
-            seen.add(tensor.data_ptr())
-            names.append(name)
-        return names
+            if tensor.numel() and first.setdefault(tensor.data_ptr(), name) != name:
+                tied[name] = first[tensor.data_ptr()]
+        return tied
 
     def _groups(self) -> list[Shapes]:
         """Return name -> shape of the trained parameters, by param group; [] at stage 0."""

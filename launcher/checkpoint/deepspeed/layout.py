@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass
-class Stored:
+class StoredTensor:
     """A logical tensor in parts."""
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRange:
     """Neighbouring elements of a parameter in a flat tensor.
 
     Args:
@@ -68,15 +68,15 @@ class Run:
     at: int
 
 
-def whole(tensor: Tensor) -> Stored:
+def whole(tensor: Tensor) -> StoredTensor:
     """Return a tensor as the only part of itself."""
     shape = tuple(tensor.shape)
-    return Stored(shape, tensor.dtype, [Part((0,) * len(shape), shape, tensor)])
+    return StoredTensor(shape, tensor.dtype, [Part((0,) * len(shape), shape, tensor)])
 
 
 def ranges(
     groups: Sequence[Shapes], lengths: Sequence[Sequence[int]], paddings: Sequence[Sequence[int]] | None
-) -> Iterator[Run]:
+) -> Iterator[FlatRange]:
     """Yield where parameters are at stages 1 and 2.
 
     Args:
@@ -93,11 +93,11 @@ def ranges(
                 first = stop - lengths[number][rank]
                 low, high = max(begin, first), min(end, stop)
                 if low < high:
-                    yield Run(name, low - begin, high - begin, rank, number, low - first)
+                    yield FlatRange(name, low - begin, high - begin, rank, number, low - first)
             begin = end + (paddings[number][place] if paddings else 0)
 
 
-def equal_parts(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -> Iterator[Run]:
+def equal_parts(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -> Iterator[FlatRange]:
     """Yield where parameters are at stage 3.
 
     Args:
@@ -115,11 +115,11 @@ def equal_parts(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) ->
             for rank in range(ranks):
                 start, stop = min(count, rank * each), min(count, (rank + 1) * each)
                 if start < stop:
-                    yield Run(name, start, stop, rank, sub_group, at)
+                    yield FlatRange(name, start, stop, rank, sub_group, at)
             at += each
 
 
-def parts_of(run: Run, shape: Sequence[int], flat: Tensor) -> Iterator[Part]:
+def parts_of(run: FlatRange, shape: Sequence[int], flat: Tensor) -> Iterator[Part]:
     """Yield the boxes of a run, as views of the flat tensor that has it.
 
     Raises:

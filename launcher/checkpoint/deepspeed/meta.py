@@ -49,6 +49,7 @@ def meta_of(
     optimizer: Mapping[str, Any] | None,
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[Any, Mapping[str, Any]],
+    tied: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the meta of a checkpoint.
 
@@ -57,6 +58,7 @@ def meta_of(
         optimizer: what rank 0 wrote of the optimizer, with ZeRO.
         groups: the options of its param groups.
         states: of each of its tensors.
+        tied: further names of parameters -> their first ones.
     """
     config = model.get("ds_config") if plain(model.get("ds_config")) else {}
     steps = int(model.get("global_steps", 0))
@@ -92,7 +94,7 @@ def meta_of(
         "world_size": int(model.get("dp_world_size", 1)),
         "config": config,
         "model": None,
-        "tied": [],
+        "tied": dict(tied),
         "client_state": {key: value for key, value in client.items() if key not in left},
     }
     return {key: encode(value) for key, value in meta.items()}

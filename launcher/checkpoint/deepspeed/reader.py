@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from launcher.checkpoint.deepspeed.content import Content, open_content
 from launcher.checkpoint.deepspeed.files import find
-from launcher.checkpoint.deepspeed.layout import Part, Stored
+from launcher.checkpoint.deepspeed.layout import Part, StoredTensor
 from launcher.errors import CheckpointError
 
 
@@ -97,6 +97,6 @@ class DeepSpeedReader(StorageReader):
         return Path(checkpoint_id).is_dir()
 
 
-def _entry(stored: Stored) -> TensorStorageMetadata:
+def _entry(stored: StoredTensor) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in stored.parts]
     return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)

@@ -1,0 +1,229 @@
+"""Checkpoints that DeepSpeed wrote: every element in its place, on any topology, and nothing in them is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import launcher
+from launcher.checkpoint.deepspeed.content import open_content
+from launcher.checkpoint.deepspeed.reader import check_bytes
+from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launcher.comm.plain import decode
+from launcher.errors import CheckpointError
+from tests.checkpoint import deepspeed_files
+from tests.checkpoint.deepspeed_files import STEPS, values_of, write
+from tests.engine.driving import CPU, config_of, whole_state
+from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import batch, share, tiny_llama
+
+FROZEN = "model.embed_tokens.weight"
+
+
+def model_of(kind: str) -> nn.Module:
+    model = tiny_llama(tied=kind == "tied", layers=2, vocab=61)  # 61: parts of no even size
+    if kind == "frozen":
+        model.get_parameter(FROZEN).requires_grad_(False)
+    return model
+
+
+def assembled(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, under the names of `values_of`."""
+    found = {}
+    for full_name, stored in open_content(directory).stored.items():
+        name = full_name.partition("/")[2]
+        whole = torch.full(stored.shape, torch.nan)
+        for part in stored.parts:
+            box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
+            assert whole[box].isnan().all()  # nothing is there twice
+            whole[box] = part.data.float()
+        found[name] = whole
+    return found
+
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {"stage": 0, "ranks": 1}),
+    ("tied", {"stage": 0, "ranks": 1, "bits": torch.bfloat16}),
+    ("plain", {"stage": 1, "ranks": 3}),
+    ("tied", {"stage": 2, "ranks": 4, "groups": 2, "bits": torch.bfloat16}),
+    ("frozen", {"stage": 2, "ranks": 1, "groups": 2, "paddings": True}),
+    ("plain", {"stage": 2, "ranks": 3, "paddings": True}),
+    ("plain", {"stage": 3, "ranks": 1}),
+    ("tied", {"stage": 3, "ranks": 3, "groups": 2}),
+    ("frozen", {"stage": 3, "ranks": 4, "bits": torch.bfloat16}),
+    ("frozen", {"stage": 3, "ranks": 2, "sub_groups": 4}),
+]
+
+
+def test_every_element_is_in_its_place(tmp_path: Path) -> None:
+    for number, (kind, options) in enumerate(KINDS):
+        model = model_of(kind)
+        values = values_of(model)
+        directory = write(tmp_path / str(number), model, values, **options)
+        got = assembled(directory)
+        bits = options.get("bits", torch.float32)
+        want = values | ({FROZEN: values[FROZEN].to(bits).float()} if kind == "frozen" else {})
+        assert set(got) == set(want), (kind, options)
+        assert all(torch.equal(got[name], value.float()) for name, value in want.items()), (kind, options)
+
+
+def test_the_record_of_the_run(tmp_path: Path) -> None:
+    model = model_of("plain")
+    written = open_content(write(tmp_path, model, values_of(model), stage=2, ranks=2)).meta
+    meta = {key: decode(value) for key, value in written.items()}
+    assert (meta["global_steps"], meta["micro_steps"], meta["global_samples"], meta["skipped_steps"]) == (
+        7,
+        14,
+        56,
+        1,
+    )
+    assert meta["client_state"] == {"epoch": 4, "best": {"loss": 1.5}}
+    assert meta["scheduler"] == {"last_batch_iteration": 6, "last_lr": [0.005]}
+    assert meta["optimizer"]["param_groups"] == [
+        {"lr": 0.005, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    ]
+
+
+def load(
+    ctx: RankContext, directory: Path, kind: str, stage: int
+) -> tuple[dict[str, Tensor], list[Any], float]:
+    """Load, look, and take one more step."""
+    engine = launcher.initialize(model=model_of(kind), config=config_of(stage), device=CPU)[0]
+    path, client = engine.load_checkpoint(directory)
+    state = whole_state(engine)
+    said = [Path(path or "").name, client, engine.global_steps, engine.get_lr()]
+    (ids,) = share(batch(0), ctx.rank, ctx.world)
+    loss = engine(input_ids=ids % 61, labels=ids % 61).loss
+    engine.backward(loss)
+    engine.step()
+    return state, said, float(loss.detach())
+
+
+@pytest.mark.parametrize(
+    ("number", "stage", "ranks"), [(3, 3, 2), (8, 1, 2), (7, 0, 1), (1, 3, 2), (9, 2, 1)], ids=str
+)
+def test_a_run_goes_on(pool: WorkerPool, tmp_path: Path, number: int, stage: int, ranks: int) -> None:
+    kind, options = KINDS[number]
+    if options.get("groups"):
+        options = {**options, "groups": 1}  # as `config_of` has them
+    model = model_of(kind)
+    values = values_of(model)
+    write(tmp_path, model, values, **options)
+    for state, said, loss in pool.run(load, ranks, tmp_path, kind, stage):
+        assert said == ["global_step7", {"epoch": 4, "best": {"loss": 1.5}}, STEPS, [0.005]]
+        for name, value in values.items():
+            bits = (
+                options.get("bits", torch.float32) if name == FROZEN and kind == "frozen" else torch.float32
+            )
+            assert torch.equal(state[name], value.to(bits).float().flatten().view(state[name].shape)), name
+        assert loss == loss
+
+
+def test_weights_in_one_process(tmp_path: Path) -> None:
+    model = model_of("tied")
+    values = values_of(model)
+    write(tmp_path, model, values, stage=3, ranks=2)
+    got = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert all(torch.equal(got[name], values[name]) for name, _ in model.named_parameters())
+
+
+class Runs:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, call: Any, *args: Any) -> None:
+        self.call, self.args = call, args
+
+    def __reduce__(self) -> Any:
+        return self.call, self.args
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
+    model = model_of("plain")
+    mark = tmp_path / "ran"
+    attacks = {
+        "posix.system": Runs(os.system, f"touch {mark}"),
+        "builtins.eval": Runs(eval, f"open({str(mark)!r}, 'w')"),
+        "builtins.exec": Runs(exec, f"open({str(mark)!r}, 'w')"),
+        "shutil.rmtree": Runs(shutil.rmtree, str(tmp_path / "none")),
+        "tests.checkpoint.test_deepspeed.FROZEN": None,
+    }
+    for place in ("mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+        for name, attack in attacks.items():
+            if attack is None:
+                continue
+            root = tmp_path / f"{place}{name}"
+            file = write(root, model, values_of(model), stage=2, ranks=2) / place
+            with deepspeed_files.theirs():
+                content = torch.load(file, weights_only=False)
+                torch.save({**content, "more": attack}, file)
+            with pytest.raises(CheckpointError) as refused:
+                open_content(file.parent)
+            assert name in str(refused.value) and str(file) in str(refused.value)
+    assert not mark.exists()
+
+
+def test_damage_is_told_by_its_file(tmp_path: Path) -> None:
+    model = model_of("plain")
+
+    def spoilt(number: int, place: str, spoil: Any, **options: Any) -> str:
+        options = {"stage": 2, "ranks": 3} | options
+        file = write(tmp_path / str(number), model, values_of(model), **options) / place
+        spoil(file)
+        with pytest.raises(CheckpointError) as refused:
+            check_bytes(file.parent)
+            open_content(file.parent)
+        return re.sub(r"\s+", " ", str(refused.value))
+
+    def truncate(file: Path) -> None:
+        os.truncate(file, file.stat().st_size // 2)
+
+    def flip(file: Path) -> None:
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw)
+
+    def change(**more: Any) -> Any:
+        def spoil(file: Path) -> None:
+            with deepspeed_files.theirs():
+                content = torch.load(file, weights_only=False)
+                content["optimizer_state_dict"] |= more
+                torch.save(content, file)
+
+        return spoil
+
+    first, second, last = (f"zero_pp_rank_{n}_mp_rank_00_optim_states.pt" for n in range(3))
+    assert first in spoilt(0, first, truncate)
+    assert second in spoilt(1, second, flip)
+    assert f"{second} is missing" in spoilt(2, second, Path.unlink)
+    assert f"{last} is missing" in spoilt(3, last, Path.unlink)
+    assert "mp_rank_00_model_states.pt" in spoilt(4, "mp_rank_00_model_states.pt", truncate)
+    assert f"{second} is of another run" in spoilt(5, second, change(partition_count=[2]))
+    base = {"state": {0: {"step": 2}}, "param_groups": []}
+    assert f"{second} is of another save" in spoilt(6, second, change(base_optimizer_state=base))
+    short = [torch.zeros(4)]
+    assert "parts of" in spoilt(7, last, change(single_partition_of_fp32_groups=short))
+    assert "too short" in spoilt(8, second, change(fp32_flat_groups=short), stage=3)
+    text = lambda file: file.write_text("not a checkpoint")  # noqa: E731
+    assert first in spoilt(9, first, text)
+
+
+def test_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
+    model = model_of("plain")
+    for number, (name, word) in enumerate(
+        (
+            ("layer_01-model_00-model_states.pt", "PipelineModule"),
+            ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts"),
+            ("mp_rank_01_model_states.pt", "tensor-parallel"),
+        )
+    ):
+        directory = write(tmp_path / str(number), model, values_of(model), stage=1, ranks=1)
+        (directory / name).touch()
+        with pytest.raises(CheckpointError, match=word):
+            open_content(directory)

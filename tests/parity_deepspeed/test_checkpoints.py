@@ -1,0 +1,45 @@
+"""A run that the real DeepSpeed began goes on here as it goes on there, on the same and on other topologies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import launcher
+from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.parity_deepspeed.conftest import run_deepspeed
+from tests.parity_deepspeed.saves import AFTER, BEFORE, CASES, arguments_of, config_of, model_of, steps
+from tests.pool import RankContext, WorkerPool
+
+
+def go_on(ctx: RankContext, root: Path, further: int) -> list[list[float]]:
+    """Losses of every case after loading it, at a stage that is `further` than the one it was written at."""
+    told = []
+    for number, case in enumerate(CASES):
+        model = model_of(case, seed=7)  # its own values do not matter
+        config = config_of(case, ctx.world, (case["stage"] + further) % 4)
+        engine = launcher.initialize(model=model, config=config, **arguments_of(case, model))[0]
+        path, client = engine.load_checkpoint(root / str(number))
+        assert path is not None and client == {"case": number}
+        assert engine.global_steps == BEFORE
+        told.append(steps(engine, BEFORE, AFTER))
+        engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_losses_go_on(pool: WorkerPool, tmp_path: Path, world: int) -> None:
+    theirs = run_deepspeed("saves", str(tmp_path), world, tmp_path)
+    for number, case in enumerate(CASES):
+        if case["stage"]:
+            want = torch.load(tmp_path / f"{number}.pt")
+            got = get_fp32_state_dict_from_zero_checkpoint(tmp_path / str(number))
+            assert set(got) == set(want), case
+            assert all(torch.equal(got[name], value.float()) for name, value in want.items()), case
+    for ranks, further in ((2, 0), (1, 1), (2, 2), (2, 3)):
+        for mine in pool.run(go_on, ranks, tmp_path, further):
+            for case, got, want in zip(CASES, mine, theirs, strict=True):
+                bar = 2e-4 if case.get("dtype") else 1e-6
+                assert got == pytest.approx(want, rel=bar), (case, ranks, further)
