@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint import store
+from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.checkpoint.tags import latest_tag
 from launcher.comm.plain import decode
 from launcher.config import Config
@@ -54,10 +55,18 @@ class Resuming:
             key for key in BATCH_KEYS if not isinstance(config, dict) or not isinstance(config.get(key), int)
         ]
         lacks += [key for key in ("data", "tokens") if not isinstance(client, dict) or key not in client]
+        place = self.directory / (self.tag or latest_tag(self.directory) or "")
+        if is_deepspeed(place):
+            raise CheckpointError(
+                f"{place} is a DeepSpeed checkpoint, and recipes resume only what a recipe saved.",
+                where="--resume",
+                fix=f"start from its weights: python -m launcher.checkpoint.fp32 {self.directory} OUT "
+                "--safe_serialization; put config.json and the tokenizer into OUT, and pass --model OUT",
+            )
         if lacks:
             raise CheckpointError(
                 f"The checkpoint was not written by a recipe: its meta.json has no {', '.join(lacks)}.",
-                where=str(self.directory / (self.tag or latest_tag(self.directory) or "")),
+                where=str(place),
                 fix="name a checkpoint of a recipe; a script loads its own checkpoints",
             )
 

@@ -7,6 +7,7 @@ others, so all of them raise the same error and none waits for ever.
 from __future__ import annotations
 
 import json
+import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -40,6 +41,8 @@ from launcher.checkpoint.tags import latest_tag, list_tags, prune
 from launcher.errors import CheckpointError
 
 __all__ = ["find", "has_latest", "latest_tag", "list_tags", "load", "load_meta", "peek", "prune", "save"]
+
+logger = logging.getLogger("launcher")
 
 TensorMap = Mapping[str, torch.Tensor | FlatSlice]
 Stamps = Mapping[str, FileChecksum]
@@ -171,6 +174,10 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
     if chosen is None:
         tags.refuse_foreign(path)
         if missing_ok:
+            if tell:
+                logger.warning(
+                    "%s: there is no file `%s` in it, so no checkpoint is loaded", path, tags.LATEST_FILE
+                )
             return None
         known = list_tags(path)
         raise CheckpointError(
@@ -254,6 +261,16 @@ def load(
         ranks.together(lambda: _look(path, tag, False, tell=ranks.rank == 0))
         _check_bytes(path, tag, ranks)
     where, metadata = ranks.together(prepare)
+    try:
+        _read(where, metadata, tensors, ranks, strict)
+    finally:
+        if is_deepspeed(where):
+            from launcher.checkpoint.deepspeed.content import close_content
+
+            close_content()
+
+
+def _read(where: Path, metadata: Metadata, tensors: TensorMap, ranks: CollectiveErrors, strict: bool) -> None:
     ranks.together(
         lambda: _quietly(
             lambda: dcp.load(

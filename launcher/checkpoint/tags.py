@@ -129,7 +129,8 @@ def latest_tag(directory: str | Path) -> str | None:
         CheckpointError: the file cannot be read, or names no possible tag.
     """
     path = Path(directory) / LATEST_FILE
-    fix = f"write one of the tags into it: {', '.join(list_tags(directory)[-5:])}"
+    known = ", ".join(list_tags(directory)[-5:])
+    fix = f"write one of the tags into it: {known}" if known else "name the tag of a checkpoint"
     try:
         text = read_small(path, "the file", where=str(path), fix=fix, largest=LONGEST_LATEST)
         return check_tag(text.strip())

@@ -94,7 +94,8 @@ class ZeroConfig(Section):
         "save_muon_momentum_buffer_in_memory": "Muon's momentum is stored with the other optimizer state",
     }
     differs: ClassVar[dict[str, str]] = {
-        "stage3_gather_16bit_weights_on_model_save": "whole weights are always written, one unit in memory at a time",
+        "stage3_gather_16bit_weights_on_model_save": "save_16bit_model() always writes whole weights; the Trainer's "
+        "own saves look at the key",
         "ignore_unused_parameters": "false is an error at every stage; DeepSpeed: at stage 2 only",
         "mics_shard_size": "works at stages 1 to 3; DeepSpeed before 0.19: only at stage 3; newer versions refuse it",
         "mics_hierarchical_params_gather": "nodes are LOCAL_WORLD_SIZE ranks; inside one node a gather is one hop",

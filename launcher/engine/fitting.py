@@ -147,10 +147,11 @@ def _check_shapes(path: Path, stored: Stored, mine: dict[str, Size], read: set[s
 
 
 def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
-    mine, theirs = engine.get_type()[:1], (meta["optimizer"] or {}).get("type") or []
-    theirs = (
-        theirs if isinstance(theirs, list) else [theirs]
-    )  # DeepSpeed's name none: those that its states fit
+    mine, theirs = engine.get_type()[:1], (meta["optimizer"] or {"type": []})["type"]
+    if theirs is None:  # DeepSpeed's, before the first step
+        return
+    # DeepSpeed's do not say which optimizer it was, but have states that some optimizers have
+    theirs = theirs if isinstance(theirs, list) else [theirs]
     if mine[0] not in theirs:
         has = " or ".join(theirs) or "no optimizer"
         raise CheckpointError(

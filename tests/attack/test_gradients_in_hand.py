@@ -242,4 +242,4 @@ def thrown_on_one(ctx: RankContext, stage: int, how: str) -> str:
 @STAGES
 def test_gradients_thrown_away_on_one_rank_are_told_on_all(pool: WorkerPool, stage: int, how: str) -> None:
     for said in pool.run(thrown_on_one, 2, stage, how):
-        assert "1 of 2 ranks threw gradients away" in said
+        assert "1 of 2 ranks discarded gradients" in said

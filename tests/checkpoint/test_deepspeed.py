@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import launcher
+from launcher.checkpoint.deepspeed import meta
 from launcher.checkpoint.deepspeed.content import open_content
 from launcher.checkpoint.deepspeed.reader import check_bytes
 from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launcher.checkpoint.store import load_meta
 from launcher.comm.plain import decode
 from launcher.errors import CheckpointError
 from tests.checkpoint import deepspeed_files
@@ -77,16 +79,16 @@ def test_every_element_is_in_its_place(tmp_path: Path) -> None:
 def test_the_record_of_the_run(tmp_path: Path) -> None:
     model = model_of("plain")
     written = open_content(write(tmp_path, model, values_of(model), stage=2, ranks=2)).meta
-    meta = {key: decode(value) for key, value in written.items()}
-    assert (meta["global_steps"], meta["micro_steps"], meta["global_samples"], meta["skipped_steps"]) == (
+    said = {key: decode(value) for key, value in written.items()}
+    assert (said["global_steps"], said["micro_steps"], said["global_samples"], said["skipped_steps"]) == (
         7,
         14,
         56,
         1,
     )
-    assert meta["client_state"] == {"epoch": 4, "best": {"loss": 1.5}}
-    assert meta["scheduler"] == {"last_batch_iteration": 6, "last_lr": [0.005]}
-    assert meta["optimizer"]["param_groups"] == [
+    assert said["client_state"] == {"epoch": 4, "best": {"loss": 1.5}}
+    assert said["scheduler"] == {"last_batch_iteration": 6, "last_lr": [0.005]}
+    assert said["optimizer"]["param_groups"] == [
         {"lr": 0.005, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     ]
 
@@ -209,7 +211,36 @@ def test_damage_is_told_by_its_file(tmp_path: Path) -> None:
     assert f"{second} is of another save" in spoilt(6, second, change(base_optimizer_state=base))
     short = [torch.zeros(4)]
     assert "parts of" in spoilt(7, last, change(single_partition_of_fp32_groups=short))
-    assert "too short" in spoilt(8, second, change(fp32_flat_groups=short), stage=3)
+    assert "lacks elements" in spoilt(8, second, change(fp32_flat_groups=short), stage=3)
+    none = [{"exp_avg": torch.zeros(2)}]
+    assert "lacks elements" in spoilt(
+        10, first, change(base_optimizer_state={"state": {0: {"step": 7, **none[0]}}, "param_groups": []})
+    )
+
+    def swap(file: Path) -> None:
+        other = file.with_name(second)
+        file.rename(file.with_suffix(".x"))
+        other.rename(file)
+        file.with_suffix(".x").rename(other)
+
+    def twice(file: Path) -> None:
+        shutil.copy(file, file.with_name(f"bf16_{file.name}"))
+
+    def pipe(file: Path) -> None:
+        file.unlink()
+        os.mkfifo(file)
+
+    def other_save(file: Path) -> None:
+        with deepspeed_files.theirs():
+            content = torch.load(file, weights_only=False)
+            torch.save({**content, "global_steps": 9}, file)
+
+    model_1 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    assert "has other weights of" in spoilt(11, first, swap)
+    assert f"bf16_{first} and {first} are of the same rank" in spoilt(12, first, twice)
+    assert f"{first} is not a file" in spoilt(13, first, pipe)
+    assert f"{model_1} is missing" in spoilt(14, model_1, Path.unlink, stage=3, ranks=2)
+    assert f"{model_1} is of another save" in spoilt(15, model_1, other_save, stage=3)
     text = lambda file: file.write_text("not a checkpoint")  # noqa: E731
     assert first in spoilt(9, first, text)
 
@@ -227,3 +258,42 @@ def test_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
         (directory / name).touch()
         with pytest.raises(CheckpointError, match=word):
             open_content(directory)
+
+
+class Scaled(nn.Module):
+    """A parameter without dims, one that nothing uses, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.norm = nn.BatchNorm1d(4)
+
+
+def test_parameters_without_dims_and_buffers(tmp_path: Path) -> None:
+    for stage, ranks in ((0, 1), (2, 2), (3, 3)):
+        model = Scaled()
+        values = values_of(model)
+        got = assembled(write(tmp_path / str(stage), model, values, stage=stage, ranks=ranks))
+        buffers = dict(model.named_buffers())
+        assert set(got) == {*values, *buffers}
+        assert all(torch.equal(got[name], value.float()) for name, value in (values | buffers).items()), stage
+
+
+def test_nothing_to_load_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("plain")
+    write(tmp_path, model, values_of(model), stage=1, ranks=1)
+    (tmp_path / "latest").unlink()
+    assert load_meta(tmp_path, missing_ok=True) is None
+    assert "no checkpoint is loaded" in caplog.text
+
+
+def test_the_optimizer_that_made_the_states() -> None:
+    def types(states: str, kind: str = "") -> list[str] | None:
+        return meta._types(frozenset(states.split()), {"optimizer": {"type": kind}} if kind else {})
+
+    assert types("exp_avg exp_avg_sq") == types("exp_avg exp_avg_sq", "FusedAdam") == ["AdamW", "Adam"]
+    assert types("exp_avg exp_avg_sq", "Lamb") == ["Lamb"]
+    assert types("momentum_buffer") == ["SGD"]
+    assert types("") is None
+    assert types("row col") == ["an optimizer with the states col, row"]

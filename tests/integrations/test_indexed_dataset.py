@@ -48,7 +48,7 @@ def test_files_are_joined(tmp_path: Path) -> None:
     builder.finalize(str(tmp_path / "both.idx"))
     data = MMapIndexedDataset(str(tmp_path / "both"))
     assert [row.tolist() for row in data[:]] == ROWS + ROWS and data.doc_idx.tolist() == [0, 2, 4, 6, 8]
-    with pytest.raises(ConfigError, match="int32, and not int64"):
+    with pytest.raises(ConfigError, match="int32, not int64"):
         MMapIndexedDatasetBuilder(str(tmp_path / "other.bin")).merge_file_(one)
 
 

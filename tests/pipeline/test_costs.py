@@ -88,7 +88,7 @@ def test_what_was_measured_is_taken() -> None:
 def test_what_cannot_be_dealt_out() -> None:
     with pytest.raises(ConfigError, match="Linear cannot be cut into stages: it has no list"):
         model_costs(nn.Linear(2, 2), "uniform")
-    with pytest.raises(ConfigError, match="there is no method 'bset'"):
+    with pytest.raises(ConfigError, match="unknown partition method 'bset'"):
         model_costs(meta(), "bset")
 
 

@@ -247,7 +247,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: PipelineModule([SHARED, WITH_SHARED]), "layer 1 shares its parameter 0.weight with layer 0"),
     (lambda: PipelineModule([nn.ReLU()], loss_fn=nn.Linear(1, 1)), "has parameters"),
     (lambda: PipelineModule([nn.ReLU()], num_stages=0), "num_stages is 0"),
-    (lambda: PipelineModule([nn.ReLU()], partition_method="profil"), "no method 'profil'"),
+    (lambda: PipelineModule([nn.ReLU()], partition_method="profil"), "unknown partition method 'profil'"),
     (lambda: PipelineModule([nn.ReLU()]).build(0, 2), "not among the 1"),
     (lambda: PipelineModule([nn.ReLU()], num_stages=2).boundaries(2), "1 layer cannot be divided among 2 stages"),
 ]  # fmt: skip

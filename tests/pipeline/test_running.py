@@ -33,7 +33,7 @@ def test_a_dropped_or_doubled_action_is_found(name: str, chunks: int | None) -> 
             rest = [*actions[:at], *actions[at + 1 :]]
             with pytest.raises(LauncherError, match=f"rank {rank}: .* is missing"):
                 check(with_rank(made, rank, rest))
-            with pytest.raises(LauncherError, match=f"rank {rank}: {action} is there 2 times"):
+            with pytest.raises(LauncherError, match=f"rank {rank}: {action} occurs 2 times"):
                 check(with_rank(made, rank, [*actions, action]))
             if rank:
                 with pytest.raises(LauncherError, match=f"rank 0: {action} does not belong on this rank"):

@@ -69,7 +69,14 @@ def _by_rank(directory: Path, names: Iterable[str], pattern: re.Pattern[str]) ->
             continue
         if int(match[2]):
             raise _unread(directory, "a model that was split over tensor-parallel ranks")
-        found[int(match[1] or 0)] = directory / name
+        path, rank = directory / name, int(match[1] or 0)
+        if rank in found:
+            raise _two(found[rank], path)
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is not a file.", where=str(path), fix="restore the file that was there"
+            )
+        found[rank] = path
     return dict(sorted(found.items()))
 
 
@@ -87,6 +94,14 @@ def missing(path: Path, like: Path) -> CheckpointError:
         f"{path} is missing: {like.name} was written by a run of more ranks.",
         where=str(path.parent),
         fix="copy the files of all nodes into one directory, or load another checkpoint (tag)",
+    )
+
+
+def _two(one: Path, other: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{one.name} and {other.name} are of the same rank: {one.parent} has files of two saves.",
+        where=str(one.parent),
+        fix="remove the files of the older one, or load another checkpoint (tag)",
     )
 
 

@@ -119,16 +119,15 @@ def equal_parts(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) ->
             at += each
 
 
-def parts_of(run: FlatRange, shape: Sequence[int], flat: Tensor) -> Iterator[Part]:
-    """Yield the boxes of a run, as views of the flat tensor that has it.
+def parts_of(flat_range: FlatRange, shape: Sequence[int], flat: Tensor) -> Iterator[Part]:
+    """Yield the boxes of a range, as views of the flat tensor that has it.
 
     Raises:
         ValueError: the flat tensor is too short.
     """
-    if run.at + run.stop - run.start > flat.numel():
-        raise ValueError(
-            f"{run.name} needs elements up to {run.at + run.stop - run.start}, and there are {flat.numel()}"
-        )
-    for box in rectangles(shape, run.start, run.stop):
-        at = run.at + box.flat_start - run.start
+    needed = flat_range.at + flat_range.stop - flat_range.start
+    if needed > flat.numel():
+        raise ValueError(f"{needed} are needed in a flat tensor, and it has {flat.numel()}")
+    for box in rectangles(shape, flat_range.start, flat_range.stop):
+        at = flat_range.at + box.flat_start - flat_range.start
         yield Part(box.offsets, box.sizes, flat[at : at + box.flat_stop - box.flat_start].view(box.sizes))

@@ -38,8 +38,12 @@ _OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nest
 _OPTIMIZERS: dict[frozenset[str], tuple[str, ...]] = {
     frozenset(("exp_avg", "exp_avg_sq")): ("AdamW", "Adam"),
     frozenset(("exp_avg",)): ("Lion",),
+    frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq")): ("AdamW", "Adam"),
     frozenset(("momentum_buffer",)): ("SGD",),
     frozenset(("sum",)): ("Adagrad",),
+    frozenset(("square_avg",)): ("RMSprop",),
+    frozenset(("exp_avg", "exp_inf")): ("Adamax",),
+    frozenset(("square_avg", "acc_delta")): ("Adadelta",),
 }
 """States of a parameter -> the optimizers that have them."""
 
@@ -70,7 +74,7 @@ def meta_of(
         key
         for state in states.values()
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.dim()
+        if isinstance(value, Tensor) and key != "step"
     )
     client = {key: value for key, value in model.items() if key not in _OWN}
     left = sorted(key for key, value in client.items() if not plain(value))
@@ -86,7 +90,7 @@ def meta_of(
         "loss_scale": _loss_scale(optimizer or model.get("optimizer") or {}),
         "scheduler": schedule if plain(schedule) else None,
         "optimizer": {
-            "type": list(_OPTIMIZERS.get(names, ())),
+            "type": _types(names, config or {}),
             "param_groups": [{key: group[key] for key in _OPTIONS if key in group} for group in groups],
         }
         if groups
@@ -98,6 +102,17 @@ def meta_of(
         "client_state": {key: value for key, value in client.items() if key not in left},
     }
     return {key: encode(value) for key, value in meta.items()}
+
+
+def _types(states: frozenset[str], config: Mapping[str, Any]) -> list[str] | None:
+    """Return the optimizers whose state it may be; None: it has made no step, and any will do."""
+    if not states:
+        return None
+    section = config.get("optimizer")
+    said = str(section.get("type", "")) if isinstance(section, Mapping) else ""
+    if said and "adam" not in said.lower() and "exp_avg_sq" in states:
+        return [said]  # Lamb's states have the names of Adam's
+    return list(_OPTIMIZERS.get(states, (f"an optimizer with the states {', '.join(sorted(states))}",)))
 
 
 def _accumulation(config: Mapping[str, Any], model: Mapping[str, Any]) -> int:

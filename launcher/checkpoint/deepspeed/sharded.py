@@ -1,0 +1,100 @@
+"""Weights and states of stages 1 to 3: every rank has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launcher.checkpoint.deepspeed.layout import (
+    FlatRange,
+    StoredTensor,
+    equal_parts,
+    parts_of,
+    ranges,
+    whole,
+)
+from launcher.checkpoint.deepspeed.opened import OpenedFiles, plain_dict, step_of, wrong
+
+Place = dict[str, StoredTensor]
+
+
+def sharded(opened: OpenedFiles) -> Place:
+    """Return master weights, states and step counts, by launcher's names."""
+    groups, first = opened.groups, opened.optimizers[0]
+    shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    key = "fp32_flat_groups" if opened.is_stage_3 else "single_partition_of_fp32_groups"
+    masters = [list(opened.optimizers[rank].get(key) or ()) for rank in sorted(opened.optimizers)]
+    if opened.is_stage_3:
+        found = list(equal_parts(groups, [flat.numel() for flat in masters[0]], len(masters)))
+    else:
+        lengths = [[flats[group].numel() for flats in masters] for group in range(len(masters[0]))]
+        found = list(ranges(groups, lengths, first.get("param_alignment_paddings")))
+    stored: Place = {f"model/{name}": StoredTensor(shape, torch.float32) for name, shape in shapes.items()}
+
+    def put(kind: str, flats: list[list[Tensor]]) -> None:
+        place(stored, opened.files.optimizer, kind, found, shapes, lambda one: flats[one.rank][one.group])
+
+    put("model", masters)
+    states = [list(opened.base_state(rank)[0].values()) for rank in sorted(opened.optimizers)]
+    for state in sorted({name for group in states[0] for name in group}):
+        if all(is_flat(group.get(state)) for group in states[0]):
+            put(f"optimizer/{state}", [[group[state] for group in of_rank] for of_rank in states])
+    steps = [step_of([group]) for group in states[0]]
+    for one in found:
+        if one.group < len(steps) and (step := steps[one.group]) is not None:
+            stored.setdefault(f"scalar/step/{one.name}", whole(torch.tensor(float(step))))
+    return stored
+
+
+def frozen(opened: OpenedFiles) -> Place:
+    """Return frozen parameters; at stage 3 each rank has an equal part of them."""
+    stored: Place = {}
+    shapes = {
+        name: tuple(shape) for name, shape in plain_dict(opened.model.get("frozen_param_shapes")).items()
+    }
+    parts = [plain_dict(opened.models[rank].get("frozen_param_fragments")) for rank in sorted(opened.models)]
+    for name, shape in shapes.items():
+        if any(name not in fragments for fragments in parts):
+            continue  # left out on purpose, or the check of what is whole tells it
+        if tuple(parts[0][name].shape) == shape and len(parts) == 1:
+            stored[f"model/{name}"] = whole(parts[0][name])
+            continue
+        found = equal_parts([{name: shape}], [1], len(parts))
+        place(
+            stored, opened.files.model, "model", found, {name: shape}, lambda one: parts[one.rank][one.name]
+        )
+    return stored
+
+
+def place(
+    stored: Place,
+    files: Mapping[int, Path],
+    kind: str,
+    found: Iterable[FlatRange],
+    shapes: Mapping[str, tuple[int, ...]],
+    flat_of: Callable[[FlatRange], Tensor],
+) -> None:
+    """Put ranges of flat tensors into logical ones.
+
+    Args:
+        files: rank -> where its flat tensors are from.
+
+    Raises:
+        CheckpointError: a flat tensor is too short.
+    """
+    for one in found:
+        shape = shapes[one.name]
+        try:
+            flat = flat_of(one).view(-1)
+            entry = stored.setdefault(f"{kind}/{one.name}", StoredTensor(shape, flat.dtype))
+            entry.parts.extend(parts_of(one, shape, flat))
+        except (ValueError, IndexError, KeyError) as error:
+            raise wrong(files[one.rank], f"lacks elements of {one.name}: {error}") from None
+
+
+def is_flat(value: object) -> bool:
+    """Return whether a state is that of a flat tensor."""
+    return isinstance(value, Tensor) and value.dim() == 1
