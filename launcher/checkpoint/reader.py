@@ -11,6 +11,7 @@ import io
 import math
 import pickle
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -118,6 +119,34 @@ def covers(metadata: Metadata, name: str, wanted: torch.Tensor) -> bool:
         sum(_common(offsets, sizes, chunk.offsets, chunk.sizes) for chunk in entry.chunks) == math.prod(sizes)
         for offsets, sizes in boxes
     )
+
+
+def check_fit(where: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor], strict: bool) -> None:
+    """Check that a checkpoint has what is to be read, in these shapes.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    stored = shapes_of(metadata)
+    missing = [name for name in tensors if name not in stored] if strict else []
+    wrong = [
+        f"{name} is {tuple(tensor.shape)} here and {stored[name]} in the checkpoint"
+        for name, tensor in tensors.items()
+        if name in stored and tuple(tensor.shape) != stored[name]
+    ]
+    ragged = [name for name in tensors if name in stored and not covers(metadata, name, tensors[name])]
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        for what, names in (("missing", missing), ("of another shape", wrong), ("incomplete", ragged))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"The checkpoint does not fit the model: {'; '.join(problems)}.",
+            where=str(where),
+            fix="load it into the model that it was saved from; a checkpoint in node-local storage also "
+            "needs the same ranks on the same nodes",
+        )
 
 
 def _common(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> int:

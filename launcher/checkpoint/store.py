@@ -24,17 +24,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from launcher.checkpoint import tags
-from launcher.checkpoint.checksums import FileChecksum, HashingFileSystem, check_blocks, check_sizes
-from launcher.checkpoint.deepspeed.files import is_deepspeed
+from launcher.checkpoint import formats, tags
+from launcher.checkpoint.checksums import FileChecksum, HashingFileSystem, check_sizes
 from launcher.checkpoint.ranks import CollectiveErrors, Disagreement, root_cause
 from launcher.checkpoint.reader import (
-    SafeReader,
     TensorLoadPlanner,
-    covers,
+    check_fit,
     incomplete,
     read_metadata,
-    shapes_of,
 )
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import latest_tag, list_tags, prune
@@ -186,10 +183,8 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
             fix=f"name the tag: {', '.join(known[-5:])}" if known else "check the directory",
         )
     where = tags.tag_path(path, chosen)
-    if is_deepspeed(where):
-        from launcher.checkpoint.deepspeed.content import open_content
-
-        return chosen, open_content(where).meta
+    if (meta := formats.deepspeeds_meta(where)) is not None:
+        return chosen, meta
     content = tags.read_meta(where)
     if content.tag not in (None, tags.tag_of(where)):
         raise CheckpointError(
@@ -211,16 +206,7 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
 def _check_bytes(path: Path, tag: str, ranks: CollectiveErrors) -> None:
     """Each of the ranks that share the directory compares its share of the bytes."""
 
-    def compare() -> None:
-        where = tags.tag_path(path, tag)
-        if is_deepspeed(where):
-            from launcher.checkpoint.deepspeed.reader import check_bytes
-
-            check_bytes(where, *ranks.share)
-        else:
-            check_blocks(where, tags.read_meta(where).files, *ranks.share)
-
-    ranks.together(compare)
+    ranks.together(lambda: formats.check_bytes(tags.tag_path(path, tag), *ranks.share))
 
 
 def load(
@@ -254,7 +240,7 @@ def load(
     def prepare() -> tuple[Path, Metadata]:
         where = tags.tag_path(path, tag)
         metadata = read_metadata(where)
-        _check_fit(where, metadata, tensors, strict)
+        check_fit(where, metadata, tensors, strict)
         return where, metadata
 
     if not compared:
@@ -264,10 +250,7 @@ def load(
     try:
         _read(where, metadata, tensors, ranks, strict)
     finally:
-        if is_deepspeed(where):
-            from launcher.checkpoint.deepspeed.content import close_content
-
-            close_content()
+        formats.close(where)
 
 
 def _read(where: Path, metadata: Metadata, tensors: TensorMap, ranks: CollectiveErrors, strict: bool) -> None:
@@ -275,22 +258,13 @@ def _read(where: Path, metadata: Metadata, tensors: TensorMap, ranks: Collective
         lambda: _quietly(
             lambda: dcp.load(
                 dict(tensors),
-                storage_reader=_reader_of(where, metadata),
+                storage_reader=formats.reader_of(where, metadata),
                 planner=TensorLoadPlanner(flatten_state_dict=False, allow_partial_load=not strict),
                 process_group=ranks.sharing,
                 no_dist=ranks.alone,
             )
         )
     )
-
-
-def _reader_of(where: Path, metadata: Metadata) -> dcp.StorageReader:
-    """Return what reads the files of a checkpoint: launcher's, or DeepSpeed's."""
-    if is_deepspeed(where):
-        from launcher.checkpoint.deepspeed.reader import DeepSpeedReader
-
-        return DeepSpeedReader(where)
-    return SafeReader(where, metadata)
 
 
 class _PartialPlanner(dcp.DefaultSavePlanner):
@@ -409,26 +383,3 @@ def _write_meta(temporary: Path, files: Stamps, meta: dict[str, Any], latest: bo
     more = {"tag": tag, "saved_at_ns": time.time_ns(), "torch": torch.__version__, "latest": latest}
     tags.write_meta(temporary, files, meta, more)
     return sum(there.values())
-
-
-def _check_fit(where: Path, metadata: Metadata, tensors: TensorMap, strict: bool) -> None:
-    stored = shapes_of(metadata)
-    missing = [name for name in tensors if name not in stored] if strict else []
-    wrong = [
-        f"{name} is {tuple(tensor.shape)} here and {stored[name]} in the checkpoint"
-        for name, tensor in tensors.items()
-        if name in stored and tuple(tensor.shape) != stored[name]
-    ]
-    ragged = [name for name in tensors if name in stored and not covers(metadata, name, tensors[name])]
-    problems = [
-        f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-        for what, names in (("missing", missing), ("of another shape", wrong), ("incomplete", ragged))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"The checkpoint does not fit the model: {'; '.join(problems)}.",
-            where=str(where),
-            fix="load it into the model that it was saved from; a checkpoint in node-local storage also "
-            "needs the same ranks on the same nodes",
-        )

@@ -1,0 +1,53 @@
+"""The two formats of checkpoints that are read: launcher's own, and what DeepSpeed wrote (`deepspeed/`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import Metadata, StorageReader
+
+from launcher.checkpoint import tags
+from launcher.checkpoint.checksums import check_blocks
+from launcher.checkpoint.deepspeed.files import is_deepspeed
+from launcher.checkpoint.reader import SafeReader
+
+
+def deepspeeds_meta(where: Path) -> dict[str, Any] | None:
+    """Return the meta of a checkpoint of DeepSpeed's; None where it is launcher's own."""
+    if not is_deepspeed(where):
+        return None
+    from launcher.checkpoint.deepspeed.content import open_content
+
+    return open_content(where).meta
+
+
+def check_bytes(where: Path, share: int, shares: int) -> None:
+    """Compare the bytes of a checkpoint, or of one of `shares` shares of it, with its checksums.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if is_deepspeed(where):
+        from launcher.checkpoint.deepspeed import reader
+
+        reader.check_bytes(where, share, shares)
+    else:
+        check_blocks(where, tags.read_meta(where).files, share, shares)
+
+
+def reader_of(where: Path, metadata: Metadata) -> StorageReader:
+    """Return what reads the tensors of a checkpoint."""
+    if is_deepspeed(where):
+        from launcher.checkpoint.deepspeed.reader import DeepSpeedReader
+
+        return DeepSpeedReader(where)
+    return SafeReader(where, metadata)
+
+
+def close(where: Path) -> None:
+    """Let go of the files of a checkpoint that was read."""
+    if is_deepspeed(where):
+        from launcher.checkpoint.deepspeed.content import close_content
+
+        close_content()
