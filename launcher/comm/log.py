@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 
 from launcher.comm.observe import Timing, observers
 from launcher.comm.plain import gather_plain
-from launcher.monitor.comms import CommsLog
+
+if TYPE_CHECKING:
+    from launcher.monitor.comms import CommsLog
 
 _log: CommsLog | None = None
 _unread: list[Timing] = []  # on CUDA a timing is read after the step: reading it at once would wait for it
@@ -20,6 +24,8 @@ def start_log(*, operations: frozenset[str] | None, by_unit: bool, verbose: bool
         by_unit: tell units apart.
         verbose: print each, on rank 0.
     """
+    from launcher.monitor.comms import CommsLog
+
     global _log
     stop_log()
     prints = print if verbose and dist.get_rank() == 0 else None
