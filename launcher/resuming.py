@@ -43,6 +43,7 @@ class Resuming:
         place = _place(args.resume, checkpoints, own=own)
         if place is None:
             return None
+        _refuse_deepspeed(*place)
         found = cls(*place, decode(store.peek(*place)))
         found._check()
         return found
@@ -55,18 +56,10 @@ class Resuming:
             key for key in BATCH_KEYS if not isinstance(config, dict) or not isinstance(config.get(key), int)
         ]
         lacks += [key for key in ("data", "tokens") if not isinstance(client, dict) or key not in client]
-        place = self.directory / (self.tag or latest_tag(self.directory) or "")
-        if is_deepspeed(place):
-            raise CheckpointError(
-                f"{place} is a DeepSpeed checkpoint, and recipes resume only what a recipe saved.",
-                where="--resume",
-                fix=f"start from its weights: python -m launcher.checkpoint.fp32 {self.directory} OUT "
-                "--safe_serialization; put config.json and the tokenizer into OUT, and pass --model OUT",
-            )
         if lacks:
             raise CheckpointError(
                 f"The checkpoint was not written by a recipe: its meta.json has no {', '.join(lacks)}.",
-                where=str(place),
+                where=str(self.directory / (self.tag or latest_tag(self.directory) or "")),
                 fix="name a checkpoint of a recipe; a script loads its own checkpoints",
             )
 
@@ -75,6 +68,18 @@ class Resuming:
         """Return the client state of the recipe."""
         found: Mapping[str, Any] = self.meta["client_state"]
         return found
+
+
+def _refuse_deepspeed(directory: Path, tag: str | None) -> None:
+    """Refuse a checkpoint of DeepSpeed's, before its files are opened: it does not say where the data were."""
+    place = directory / (tag or latest_tag(directory) or "")
+    if is_deepspeed(place):
+        raise CheckpointError(
+            f"{place} is a DeepSpeed checkpoint, and recipes resume only what a recipe saved.",
+            where="--resume",
+            fix=f"start from its weights: python -m launcher.checkpoint.fp32 {directory} OUT "
+            "--safe_serialization; put config.json and the tokenizer into OUT, and pass --model OUT",
+        )
 
 
 def written_batch(config: Config) -> dict[str, Any]:

@@ -155,9 +155,7 @@ def peek(directory: Path, tag: str | None) -> dict[str, Any]:
     chosen = tag if tag is not None else tags.tag_to_load(directory)[0]
     if chosen is None:
         raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
-    found = _look(directory, chosen, False, tell=False)
-    assert found is not None
-    return found[1]
+    return tags.read_meta(tags.tag_path(directory, chosen)).meta
 
 
 def has_latest(directory: Path) -> bool:

@@ -40,7 +40,12 @@ def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
         try:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
-        except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        except (
+            OSError,
+            zipfile.BadZipFile,
+            EOFError,
+            NotImplementedError,
+        ) as error:  # a changed header says anything
             damaged = str(error)
         if damaged:
             raise CheckpointError(

@@ -31,10 +31,14 @@ def unsharded(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]
         shapes = {name: tuple(opened.module[name].shape) for name in opened.parameters}
         found = list(ranges([shapes], [[masters[0].numel()]], None))
         (number,) = states or (0,)
-        flats = {"model": masters[0]}
-        flats |= {f"optimizer/{key}": v for key, v in states.get(number, {}).items() if is_flat(v)}
-        for kind, flat in flats.items():
-            place(stored, opened.files.model, kind, found, shapes, lambda _, flat=flat: flat)  # type: ignore[misc]
+
+        def put(kind: str, flat: Tensor) -> None:
+            place(stored, opened.files.model, kind, found, shapes, lambda _: flat)
+
+        put("model", masters[0])
+        for key, value in states.get(number, {}).items():
+            if is_flat(value):
+                put(f"optimizer/{key}", value)
         numbers = dict.fromkeys(opened.parameters, number)
     else:
         _check_one_group(opened, len(groups) == 1 and len(groups[0]["params"]) == len(opened.parameters))
