@@ -7,6 +7,7 @@ processes: a guard that waits, so that nothing is left when somebody kills the a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -66,7 +67,8 @@ def _guard(agent: int) -> NoReturn:
 
 
 def _forward(agent: int, number: int) -> None:
-    os.kill(agent, number)
+    with contextlib.suppress(ProcessLookupError):  # it has ended; the guard goes on to end what it left
+        os.kill(agent, number)
 
 
 class Agent:

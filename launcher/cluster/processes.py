@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import psutil
@@ -32,18 +33,22 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def descendants(except_for: Iterable[int] = ()) -> list[psutil.Process]:
-    """Return all living processes below this one, without the trees of `except_for` (process ids)."""
-    spared = set(except_for)
-    found: list[psutil.Process] = []
-    for child in psutil.Process().children():
-        if child.pid in spared:
-            continue
-        found.append(child)
-        try:
-            found += child.children(recursive=True)
-        except psutil.NoSuchProcess:
-            continue
-    return [process for process in found if _lives(process)]
+    """Return the living processes below this one that one look sees, without the trees of `except_for` (process ids).
+
+    The system lists processes one after another. Where a parent dies during the look, a child may be missed: it was
+    listed below a process that is gone. Call this again before you trust that nobody is left.
+    """
+    children: dict[int, list[psutil.Process]] = defaultdict(list)
+    for process in psutil.process_iter(["ppid", "status"]):
+        children[process.info["ppid"]].append(process)
+    spared, found = set(except_for), []
+    below = children[os.getpid()]
+    while below:
+        # A process that has died is a parent still: its children were listed before they were handed on.
+        below = [process for process in below if process.pid not in spared]
+        found += [process for process in below if process.info["status"] != psutil.STATUS_ZOMBIE]
+        below = [child for process in below for child in children.pop(process.pid, ())]
+    return found
 
 
 def end_descendants(
@@ -52,29 +57,28 @@ def end_descendants(
     """Send SIGTERM to every process below this one, wait `grace_s` seconds or until `hurry`, then SIGKILL until none is
     left."""
     spared = list(except_for)
-    remaining = descendants(spared)
+
+    def look() -> list[psutil.Process]:
+        # Twice before nobody is left: ranks die with their agent, and the first look may come at that moment.
+        return descendants(spared) or descendants(spared)
+
+    remaining = look()
     for process in remaining:
         _send(process, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while remaining and time.monotonic() < deadline and not (hurry is not None and hurry()):
         time.sleep(CHECK_S)
-        remaining = descendants(spared)
+        remaining = look()
     # A process stuck in the kernel cannot be killed at all; it must not hold the launcher for ever.
     deadline = time.monotonic() + 2
     while remaining and time.monotonic() < deadline:
         for process in remaining:
             _send(process, signal.SIGKILL)
         time.sleep(CHECK_S)
-        remaining = descendants(spared)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        remaining = look()
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    # Its user may not end a setuid program.
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         process.send_signal(number)
