@@ -182,6 +182,8 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
         )
     where = tags.tag_path(path, chosen)
     if (meta := formats.deepspeeds_meta(where)) is not None:
+        if tell and note:
+            warnings.warn(note, stacklevel=3)
         return chosen, meta
     content = tags.read_meta(where)
     if content.tag not in (None, tags.tag_of(where)):

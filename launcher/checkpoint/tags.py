@@ -19,7 +19,7 @@ from typing import Any
 
 from launcher.checkpoint.checksums import FileChecksum, damaged, digest
 from launcher.checkpoint.deepspeed.files import is_deepspeed
-from launcher.checkpoint.names import LATEST_FILE, META_FILE, OLD, TMP
+from launcher.checkpoint.names import LATEST_FILE, META_FILE, OLD, TMP, UNIVERSAL_FILE
 from launcher.errors import CheckpointError, ConfigError, shortened
 from launcher.files import read_small
 
@@ -28,7 +28,7 @@ LONGEST_LATEST = 1 << 12
 FORMAT = 2
 """Version of the layout; written into meta.json. The first one had no checksums."""
 
-_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=\-]{0,199}")
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ def check_tag(tag: str) -> str:
     """Return `tag` itself, if it can name a directory on every system.
 
     Raises:
-        CheckpointError: it has other characters than letters, digits, `_`, `-`, `.`, or is the word `latest`.
+        CheckpointError: it has other characters than letters, digits, `_`, `-`, `=`, `.`, or is the word `latest`.
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST_FILE:
         raise CheckpointError(
             f"{shortened(repr(tag))} is not a valid checkpoint tag.",
-            fix="use letters, digits, '_', '-' and '.', and start with a letter or digit, for example global_step100",
+            fix="use letters, digits, '_', '-', '=' and '.', and start with a letter or digit: global_step100",
         )
     return tag
 
@@ -89,17 +89,11 @@ def tag_path(directory: Path, tag: str) -> Path:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Say it clearly where a directory is one tag of DeepSpeed's, or in its universal layout, which is not read.
+    """Say it clearly where a directory is one tag of DeepSpeed's.
 
     Raises:
         CheckpointError: it is.
     """
-    if (path / "latest_universal").exists() or (path / "zero" / "optimizer_state.pt").exists():
-        raise CheckpointError(
-            f"{path} has a checkpoint in DeepSpeed's universal layout, which launcher cannot read yet.",
-            where=str(path),
-            fix="load the checkpoint that it was made from",
-        )
     if is_deepspeed(path):
         raise CheckpointError(
             f"{path} is one checkpoint of DeepSpeed's, not a directory of them.",
@@ -122,13 +116,13 @@ def list_tags(directory: str | Path) -> list[str]:
     return sorted(times, key=lambda tag: (times[tag], tag))
 
 
-def latest_tag(directory: str | Path) -> str | None:
-    """Return the tag that `latest` names; None where there is no such file.
+def latest_tag(directory: str | Path, file: str = LATEST_FILE) -> str | None:
+    """Return the tag that `latest`, or another file, names; None where there is no such file.
 
     Raises:
         CheckpointError: the file cannot be read, or names no possible tag.
     """
-    path = Path(directory) / LATEST_FILE
+    path = Path(directory) / file
     known = ", ".join(list_tags(directory)[-5:])
     fix = f"write one of the tags into it: {known}" if known else "name the tag of a checkpoint"
     try:
@@ -154,7 +148,11 @@ def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
     file, named, newest = directory / LATEST_FILE, latest_tag(directory), _newest_that_was_latest(directory)
     if named is None:
         if newest is None:
-            return None, None
+            universal = latest_tag(directory, UNIVERSAL_FILE)
+            return (
+                universal,
+                universal and f"There is no {file}. Loading {universal}, as {UNIVERSAL_FILE} says.",
+            )
         return newest, f"{file} is missing. Loading the newest checkpoint that it named: {newest}."
     known = list_tags(directory)
     if known and named not in known and not (directory / named).is_dir():

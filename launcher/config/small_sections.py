@@ -151,8 +151,8 @@ class CheckpointConfig(Section):
     """Checkpoints are topology-free whatever is written here."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        "load_universal": "every checkpoint loads on any number of ranks at any stage, DeepSpeed's own, too; its "
-        "universal layout is not read",
+        "load_universal": "every checkpoint loads on any number of ranks at any stage: DeepSpeed's own, and those in "
+        "its universal layout, too",
         "checkpoint_serialization": "torch.distributed.checkpoint writes the files, and has one format",
     }
     differs: ClassVar[dict[str, str]] = {

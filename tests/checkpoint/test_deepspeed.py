@@ -249,17 +249,33 @@ def test_damage_is_told_by_its_file(tmp_path: Path) -> None:
 
 def test_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
     model = model_of("plain")
-    for number, (name, word) in enumerate(
-        (
-            ("layer_01-model_00-model_states.pt", "PipelineModule"),
-            ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts"),
-            ("mp_rank_01_model_states.pt", "tensor-parallel"),
-        )
-    ):
-        directory = write(tmp_path / str(number), model, values_of(model), stage=1, ranks=1)
-        (directory / name).touch()
-        with pytest.raises(CheckpointError, match=word):
-            open_content(directory)
+    directory = write(tmp_path, model, values_of(model), stage=1, ranks=1)
+    (directory / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="layers of experts"):
+        open_content(directory)
+
+
+def test_the_count_of_steps_of_an_old_fused_adam(tmp_path: Path) -> None:
+    """It is in the param groups alone; and where it is nowhere, that is an error."""
+    model = model_of("plain")
+    for number, (count, word) in enumerate(((STEPS, ""), (None, "not how many steps made them"))):
+        directory = write(tmp_path / str(number), model, values_of(model), stage=2, ranks=2)
+        for file in directory.glob("*_optim_states.pt"):
+            with deepspeed_files.theirs():
+                content = torch.load(file, weights_only=False)
+                base = content["optimizer_state_dict"]["base_optimizer_state"]
+                for state in base["state"].values():
+                    del state["step"]
+                for group in base["param_groups"]:
+                    group.pop("step")
+                    group |= {} if count is None else {"step": count}
+                torch.save(content, file)
+        if word:
+            with pytest.raises(CheckpointError, match=word):
+                open_content(directory)
+            continue
+        steps = {float(v) for name, v in assembled(directory).items() if name.startswith("step/")}
+        assert steps == {float(STEPS)}
 
 
 class Scaled(nn.Module):

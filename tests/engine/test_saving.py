@@ -104,21 +104,21 @@ def load_foreign(ctx: RankContext, directory: Path) -> list[str]:
 
 
 @pytest.mark.key("checkpoint.load_universal")
-def test_what_is_not_read_of_deepspeed_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+def test_damaged_files_of_deepspeed_are_named(pool: WorkerPool, tmp_path: Path) -> None:
     """And without the key, test_resume.py loads on every topology: the key has nothing to add, and says so."""
     (note,) = [n for n in load({"checkpoint": {"load_universal": True}}).notes if n.kind == "no effect"]
     assert "loads on any number of ranks" in note.what
-    (tmp_path / "universal").mkdir()
-    (tmp_path / "universal" / "latest_universal").write_text("global_step1_universal")
+    converted = tmp_path / "universal" / "global_step1_universal"
+    (converted / "zero").mkdir(parents=True)
+    (converted / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "universal" / "latest_universal").write_text(converted.name)
     data = tmp_path / "plain" / "global_step1"
     data.mkdir(parents=True)
     (tmp_path / "plain" / "latest").write_text("global_step1")
     (data / "mp_rank_00_model_states.pt").touch()
     for universal, plain in pool.run(load_foreign, 2, tmp_path):
-        assert (
-            "in DeepSpeed's universal layout" in universal
-            and "mp_rank_00_model_states.pt cannot be read" in plain
-        )
+        assert "mp_rank_00_model_states.pt cannot be read" in plain
+        assert "global_step1_universal/mp_rank_00_model_states.pt cannot be read" in universal
 
 
 @pytest.mark.key(

@@ -3,7 +3,7 @@
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
 python -m tests.parity_deepspeed.deepspeed_side TASK CASES.json OUT.json
 
-where TASK is schedules, difficulties, loss_scales, optimizers, rows, gates, mixtures or saves
+where TASK is schedules, difficulties, loss_scales, optimizers, rows, gates, mixtures, saves or split_saves
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.parity_deepspeed.rows import config_of, module_of
 from tests.parity_deepspeed.rows import train as train_row
 from tests.parity_deepspeed.saves import begin
 from tests.parity_deepspeed.scales import follow_scale
+from tests.parity_deepspeed.split_saves import begin as begin_split
 
 
 def train_all(jobs: list[Job]) -> dict[str, dict[str, list[Any]]]:
@@ -177,6 +178,16 @@ def saves(root: str) -> list[list[float]]:
     return begin(deepspeed.initialize, get_fp32_state_dict_from_zero_checkpoint, Path(root))
 
 
+def split_saves(given: list[str]) -> list[list[float]]:
+    """The same, of split models."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    root, kind = given
+    return begin_split(deepspeed, Path(root), kind)
+
+
 def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
@@ -190,6 +201,7 @@ def main() -> None:
         "gates": gates,
         "mixtures": mixtures,
         "saves": saves,
+        "split_saves": split_saves,
     }
     result = tasks[task](given) if task in tasks else train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":

@@ -28,7 +28,7 @@ def logits(embedding: Any, states: Tensor) -> Tensor:
 
 
 def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(outputs[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return F.cross_entropy(outputs[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
 def module_of(pipe: Any, *, tied: bool) -> Any:

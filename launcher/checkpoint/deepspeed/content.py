@@ -5,21 +5,22 @@ See `engine/state.py` for the names, and for what the meta has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from launcher.checkpoint.deepspeed.cuts import cut_of, joined, plain_info
 from launcher.checkpoint.deepspeed.files import find
 from launcher.checkpoint.deepspeed.layout import StoredTensor, whole
 from launcher.checkpoint.deepspeed.meta import meta_of
-from launcher.checkpoint.deepspeed.opened import OpenedFiles
-from launcher.checkpoint.deepspeed.sharded import frozen, sharded
+from launcher.checkpoint.deepspeed.opened import OpenedFiles, States
+from launcher.checkpoint.deepspeed.pipeline import Layers, stages_and_splits
+from launcher.checkpoint.deepspeed.sharded import Place, frozen, sharded
+from launcher.checkpoint.deepspeed.universal import universal
 from launcher.checkpoint.deepspeed.unsharded import unsharded
 from launcher.errors import CheckpointError
-
-LOOKED_AT = 8
-"""Elements of each part of a parameter that are compared."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,33 @@ def open_content(directory: Path) -> Content:
 @lru_cache(maxsize=1)
 def _opened(directory: Path, files: object) -> Content:
     """A load asks for the meta, the shapes and the tensors one after the other; `files` tells that nothing changed."""
-    opened = OpenedFiles(find(directory))
+    found = find(directory)
+    ranks = [OpenedFiles(rank) for rank in found.ranks]
+    _, splits = stages_and_splits(ranks, found.layers)
+    layers, places, first = Layers(found.layers), list[Place](), None
+    for number, opened in enumerate(ranks):
+        if found.layers:
+            opened.module = layers.module_of(opened, number % splits)
+        stored, states, groups = _of_rank(opened)
+        _check_whole(directory, stored)
+        _check_same_weights(opened, stored)
+        layers.rename_ties(stored, number % splits)
+        places.append(stored)
+        first = first or (opened.optimizers.get(0), states, groups)
+    assert first is not None
+    stored = _joined(places, splits, ranks[0])
+    rest, states, groups = first
+    if found.universal is not None:
+        merged, rest, states, groups = universal(found.universal)
+        layers.rename_ties(merged, 0)
+        stored |= merged
+    _check_whole(directory, stored)
+    _check_steps(directory, stored)
+    return Content(stored, meta_of(ranks[0].model, rest, groups, states, ranks[0].tied))
+
+
+def _of_rank(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]:
+    """Return (what a model-parallel rank has, its states as they are, options of the param groups)."""
     if opened.optimizers:
         stored, (states, groups) = sharded(opened), opened.base_state(0)
     else:
@@ -57,7 +84,51 @@ def _opened(directory: Path, files: object) -> Content:
     for name in opened.parameters:
         if f"model/{name}" not in stored and (opened.module[name].numel() or not opened.groups):
             stored[f"model/{name}"] = whole(opened.module[name])
-    stored |= {f"buffer/{name}": whole(opened.module[name]) for name in opened.buffers}
+    stored |= {
+        f"buffer/{name}": whole(opened.module[name]) for name in opened.buffers if name in opened.module
+    }
+    return stored, states, groups
+
+
+def _joined(places: Sequence[Place], splits: int, first: OpenedFiles) -> Place:
+    """Return the logical tensors of all model-parallel ranks.
+
+    Args:
+        places: by rank: stage x splits + tensor-parallel rank. Of a tensor in several stages, the first one's counts.
+    """
+    by_split: list[Place] = [{} for _ in range(splits)]
+    for number in reversed(range(len(places))):
+        by_split[number % splits] |= places[number]
+    if splits == 1:
+        return by_split[0]
+    if not first.model.get("universal_checkpoint_info"):
+        raise CheckpointError(
+            f"{first.files.model[0]} does not say how its {splits} tensor-parallel ranks cut the model.",
+            where=str(first.directory),
+            fix="load it in a newer DeepSpeed on as many ranks, and save it again (0.19.8 says it)",
+        )
+    info = plain_info(first.model["universal_checkpoint_info"])
+    stored: Place = {}
+    for full_name, entry in by_split[0].items():
+        kind, name = full_name.rsplit("/", 1)
+        if kind in ("buffer", "scalar/step"):
+            stored[full_name] = entry
+            continue
+        parts = [place[full_name] for place in by_split if full_name in place]
+        try:
+            if len(parts) < splits:
+                raise ValueError(f"only {len(parts)} of {splits} tensor-parallel ranks have it")
+            stored[full_name] = joined(kind, cut_of(name, info, [part.shape for part in parts]), parts)
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise CheckpointError(
+                f"{first.directory}: the parts of {full_name} cannot be joined: {error}.",
+                where=str(first.directory),
+                fix="convert the checkpoint with DeepSpeed's ds_to_universal, and load that",
+            ) from error
+    return stored
+
+
+def _check_whole(directory: Path, stored: Place) -> None:
     lacking = [name for name, entry in stored.items() if not entry.is_whole]
     if lacking:
         raise CheckpointError(
@@ -65,31 +136,35 @@ def _opened(directory: Path, files: object) -> Content:
             where=str(directory),
             fix="a file is of another run, or damaged; load another checkpoint (tag)",
         )
-    _check_same_weights(opened, stored)
-    return Content(stored, meta_of(opened.model, opened.optimizers.get(0), groups, states, opened.tied))
+
+
+def _check_steps(directory: Path, stored: Place) -> None:
+    """Check that Adam's moments have their count of steps: without it the next step would be of another size."""
+    lacking = [
+        name
+        for name in (key.removeprefix("optimizer/exp_avg_sq/") for key in stored if "/exp_avg_sq/" in key)
+        if f"scalar/step/{name}" not in stored
+    ]
+    if lacking:
+        raise CheckpointError(
+            f"{directory} has the moments of {len(lacking)} parameters, and not how many steps made them.",
+            where=str(directory),
+            fix="load the checkpoint that it was made from",
+        )
 
 
 def _check_same_weights(opened: OpenedFiles, stored: dict[str, StoredTensor]) -> None:
     """Check that the model's file has the weights that the optimizer's files have: they are of one save, and of the
     ranks that their names say. At stage 3 the model's files have no weights, so nothing can be compared.
-
-    A few elements of each part are looked at, so that the files are not read whole.
     """
     for name in opened.parameters:
         tensor, entry = opened.module[name], stored.get(f"model/{name}")
-        if entry is None or tuple(tensor.shape) != entry.shape:
-            continue
-        for part in entry.parts:
-            box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
-            ours, theirs = (
-                x.reshape(-1)[:: max(1, x.numel() // LOOKED_AT)] for x in (part.data, tensor[box])
+        if entry is not None and tuple(tensor.shape) == entry.shape and not entry.looks_like(tensor):
+            raise CheckpointError(
+                f"{opened.files.model[0]} has other weights of {name} than the files of the optimizer.",
+                where=str(opened.directory),
+                fix="files of two saves or of two ranks have been mixed up; copy all of them again",
             )
-            if not ours.to(theirs.dtype).equal(theirs):
-                raise CheckpointError(
-                    f"{opened.files.model[0]} has other weights of {name} than the files of the optimizer.",
-                    where=str(opened.files.directory),
-                    fix="files of two saves or of two ranks have been mixed up; copy all of them again",
-                )
 
 
 close_content = _opened.cache_clear

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from launcher.errors import CheckpointError
 
+K = TypeVar("K")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_OTHERS = (
-    (re.compile(r"layer_\d+_expert_\d+_.*\.pt|expp_rank_.*\.pt"), "layers of experts, in files of their own"),
-    (re.compile(r"layer_\d+-model_.*\.pt"), "the layers of a PipelineModule, in a file each"),
-)
+_LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
+_EXPERTS = re.compile(r"layer_\d+_expert_\d+_.*\.pt|expp_rank_.*\.pt")
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files of one model-parallel rank: of a tensor-parallel rank of a pipeline stage.
+
+    Attributes:
+        model: data-parallel rank -> the model's state. Without ZeRO 3, rank 0 has all of it.
+        optimizer: data-parallel rank -> its part of the optimizer's state; {} without ZeRO.
+    """
+
+    model: dict[int, Path] = field(default_factory=dict)
+    optimizer: dict[int, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -22,18 +36,22 @@ class Files:
     """The files of one tag.
 
     Attributes:
-        model: data-parallel rank -> the model's state. Without ZeRO 3, rank 0 has all of it.
-        optimizer: data-parallel rank -> its part of the optimizer's state; {} without ZeRO.
+        ranks: by model-parallel rank.
+        layers: of a PipelineModule: (layer, tensor-parallel rank) -> its weights.
+        universal: of the universal layout: a directory per parameter, and a file for the rest of the optimizer's state.
     """
 
     directory: Path
-    model: dict[int, Path]
-    optimizer: dict[int, Path]
+    ranks: list[RankFiles]
+    layers: dict[tuple[int, int], Path]
+    universal: Path | None = None
 
     @property
     def all(self) -> list[Path]:
         """Return all files, in the order of the ranks."""
-        return [*self.model.values(), *self.optimizer.values()]
+        own = [path for rank in self.ranks for path in (*rank.model.values(), *rank.optimizer.values())]
+        merged = sorted(self.universal.rglob("*.pt")) if self.universal else []
+        return [*own, *self.layers.values(), *merged]
 
 
 def is_deepspeed(path: Path) -> bool:
@@ -48,44 +66,53 @@ def find(directory: Path) -> Files:
         CheckpointError: a file is missing, or the checkpoint is of a kind that is not read.
     """
     names = sorted(path.name for path in directory.iterdir())
-    for pattern, what in _OTHERS:
-        if any(map(pattern.fullmatch, names)):
-            raise _unread(directory, what)
-    if (directory / "zero").is_dir():
-        raise _unread(directory, "DeepSpeed's universal layout")
-    model, optimizer = _by_rank(directory, names, _MODEL), _by_rank(directory, names, _OPTIMIZER)
-    for found in (model, optimizer):
-        _check_all_there(directory, found)
-    if not model:
-        raise CheckpointError(f"{directory} has no files of the model's state.", where=str(directory))
-    return Files(directory, model, optimizer)
-
-
-def _by_rank(directory: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, Path]:
-    found: dict[int, Path] = {}
+    if any(map(_EXPERTS.fullmatch, names)):
+        raise _unread(directory, "layers of experts, in files of their own")
+    ranks: dict[int, RankFiles] = defaultdict(RankFiles)
+    layers: dict[tuple[int, int], Path] = {}
     for name in names:
-        match = pattern.fullmatch(name)
-        if match is None:
-            continue
-        if int(match[2]):
-            raise _unread(directory, "a model that was split over tensor-parallel ranks")
-        path, rank = directory / name, int(match[1] or 0)
-        if rank in found:
-            raise _two(found[rank], path)
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path} is not a file.", where=str(path), fix="restore the file that was there"
-            )
-        found[rank] = path
-    return dict(sorted(found.items()))
+        path = directory / name
+        if match := _MODEL.fullmatch(name):
+            _put(ranks[int(match[2])].model, int(match[1] or 0), path)
+        elif match := _OPTIMIZER.fullmatch(name):
+            _put(ranks[int(match[2])].optimizer, int(match[1]), path)
+        elif match := _LAYER.fullmatch(name):
+            _put(layers, (int(match[1]), int(match[2] or 0)), path)
+    _check_all_there(directory, ranks)
+    universal = directory / "zero"
+    return Files(
+        directory, [ranks[n] for n in sorted(ranks)], layers, universal if universal.is_dir() else None
+    )
 
 
-def _check_all_there(directory: Path, found: dict[int, Path]) -> None:
-    lacking = next((rank for rank in range(max(found, default=-1)) if rank not in found), None)
-    if lacking is not None:
-        like = found[max(found)]
-        name = re.sub(r"pp_rank_\d+", f"pp_rank_{lacking}", like.name)
-        raise missing(directory / name, like)
+def _put(found: dict[K, Path], whose: K, path: Path) -> None:
+    if whose in found:
+        raise _two(found[whose], path)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is not a file.", where=str(path), fix="restore the file that was there"
+        )
+    found[whose] = path
+
+
+def _check_all_there(directory: Path, ranks: Mapping[int, RankFiles]) -> None:
+    if not any(rank.model for rank in ranks.values()):
+        raise CheckpointError(f"{directory} has no files of the model's state.", where=str(directory))
+    last = ranks[max(ranks)]
+    for number in range(max(ranks)):
+        if number not in ranks:
+            like = next(iter((last.model or last.optimizer).values()))
+            raise missing(directory / re.sub(r"mp_rank_\d+", f"mp_rank_{number:02d}", like.name), like)
+    for rank in ranks.values():
+        for found in (rank.model, rank.optimizer):
+            for number in range(max(found, default=-1)):
+                if number not in found:
+                    like = found[max(found)]
+                    raise missing(directory / re.sub(r"pp_rank_\d+", f"pp_rank_{number}", like.name), like)
+    for number, rank in ranks.items():
+        if not rank.model:
+            like = rank.optimizer[0]
+            raise missing(directory / f"mp_rank_{number:02d}_model_states.pt", like)
 
 
 def missing(path: Path, like: Path) -> CheckpointError:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from launcher.checkpoint.deepspeed.files import Files, missing
+from launcher.checkpoint.deepspeed.files import RankFiles, missing
 from launcher.checkpoint.deepspeed.layout import Shapes
 from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.errors import CheckpointError
@@ -18,22 +18,26 @@ States = dict[Any, dict[str, Any]]
 
 
 class OpenedFiles:
-    """The content of the files. Tensors stay on the disk.
+    """The content of one model-parallel rank's files. Tensors stay on the disk.
 
     Attributes:
         models: data-parallel rank -> what it wrote of the model.
         optimizers: data-parallel rank -> its part of the optimizer's state; {} without ZeRO.
+        module: its state dict; at stage 3 parameters are empty there. The rank of a PipelineModule wrote none:
+            `pipeline.py` puts it together.
 
     Raises:
         CheckpointError: a file is damaged, missing, or of another run or save.
     """
 
-    def __init__(self, found: Files) -> None:
+    def __init__(self, found: RankFiles) -> None:
         self.files = found
         self.models = {rank: load(path) for rank, path in found.model.items()}
         self.optimizers = {rank: self._state(path, load(path)) for rank, path in found.optimizer.items()}
-        if not isinstance(self.model.get("module"), dict):
+        module = self.model.get("module")
+        if not isinstance(module, dict | None):
             raise wrong(found.model[0], "has no state of a module")
+        self.module: dict[str, Tensor] = module or {}
         if self.optimizers:
             self._check_ranks()
 
@@ -43,15 +47,14 @@ class OpenedFiles:
         return self.models[0]
 
     @property
+    def directory(self) -> Path:
+        """Return where the files are."""
+        return self.files.model[0].parent
+
+    @property
     def is_stage_3(self) -> bool:
         """Return whether each rank has a part of every parameter."""
         return bool(self.optimizers) and "fp32_flat_groups" in self.optimizers[0]
-
-    @property
-    def module(self) -> dict[str, Tensor]:
-        """Return its state dict; at stage 3 parameters are empty there."""
-        module: dict[str, Tensor] = self.model["module"]
-        return module
 
     @property
     def groups(self) -> list[Shapes]:

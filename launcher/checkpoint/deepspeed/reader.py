@@ -91,7 +91,7 @@ class DeepSpeedReader(StorageReader):
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 data = data.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(data)
+            target.copy_(data if part.scale == 1 else data / part.scale)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

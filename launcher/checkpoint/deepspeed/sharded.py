@@ -42,7 +42,10 @@ def sharded(opened: OpenedFiles) -> Place:
     for state in sorted({name for group in states[0] for name in group}):
         if all(is_flat(group.get(state)) for group in states[0]):
             put(f"optimizer/{state}", [[group[state] for group in of_rank] for of_rank in states])
-    steps = [step_of([group]) for group in states[0]]
+    of_groups = step_of(
+        opened.base_state(0)[1]
+    )  # the FusedAdam of older DeepSpeeds counts in its param groups only
+    steps = [of_groups if (own := step_of([group])) is None else own for group in states[0]]
     for one in found:
         if one.group < len(steps) and (step := steps[one.group]) is not None:
             stored.setdefault(f"scalar/step/{one.name}", whole(torch.tensor(float(step))))

@@ -34,10 +34,19 @@ _CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.zero.stage_1_and_2.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
 )
 
 
 def load(path: Path) -> dict[str, Any]:
+    """Return the content of a file that holds a dict; see `load_any`."""
+    content = load_any(path)
+    if not isinstance(content, dict):
+        raise _damaged(path, TypeError(f"it holds a {type(content).__name__}, not a dict"))
+    return content
+
+
+def load_any(path: Path) -> Any:
     """Return the content of a file; its tensors stay on the disk until they are read.
 
     Raises:
@@ -46,7 +55,7 @@ def load(path: Path) -> dict[str, Any]:
     kinds: list[Any] = [(type("StandIn", (StandIn,), {}), name) for name in _CLASSES]
     try:
         with torch.serialization.safe_globals(kinds):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except pickle.UnpicklingError as error:
         if found := _UNKNOWN.search(str(error)):
             raise CheckpointError(
@@ -67,9 +76,6 @@ def load(path: Path) -> dict[str, Any]:
         AttributeError,
     ) as error:
         raise _damaged(path, error) from error
-    if not isinstance(content, dict):
-        raise _damaged(path, TypeError(f"it holds a {type(content).__name__}, not a dict"))
-    return content
 
 
 def plain(value: Any) -> bool:
@@ -82,7 +88,7 @@ def plain(value: Any) -> bool:
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
-    reason = str(error).partition("\n")[0]
+    reason = str(error).partition("\n")[0] or type(error).__name__
     return CheckpointError(
         f"{path} cannot be read: {reason}",
         where=str(path),

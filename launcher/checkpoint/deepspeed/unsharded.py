@@ -60,6 +60,6 @@ def _check_one_group(opened: OpenedFiles, fits: bool) -> None:
         raise CheckpointError(
             f"{opened.files.model[0]} was written at stage 0, and does not say which state belongs to which parameter: "
             "several param groups, or another order than the model's.",
-            where=str(opened.files.directory),
+            where=str(opened.directory),
             fix="save the run at stage 1 in DeepSpeed first, or start from its weights",
         )

@@ -1,0 +1,134 @@
+"""The weights of a PipelineModule: DeepSpeed writes them by layer, and the optimizer's state by stage.
+
+A tied module has a name of its own there, `tied_modules.KEY`; here it has that of its first layer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from launcher.checkpoint.deepspeed.layout import StoredTensor
+from launcher.checkpoint.deepspeed.opened import OpenedFiles, plain_dict, wrong
+from launcher.checkpoint.deepspeed.sharded import Place
+from launcher.checkpoint.deepspeed.unpickle import load
+from launcher.errors import CheckpointError
+
+TIED = "tied_modules."
+
+
+class Layers:
+    """What is in the files of layers.
+
+    Args:
+        files: (layer, tensor-parallel rank) -> file.
+    """
+
+    def __init__(self, files: Mapping[tuple[int, int], Path]) -> None:
+        self._named: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for (layer, rank), path in sorted(files.items()):
+            named = self._named[rank]
+            named |= {f"{layer}.{name}": tensor for name, tensor in load(path).items()}
+
+    def module_of(self, opened: OpenedFiles, rank: int) -> dict[str, Tensor]:
+        """Return the state dict of a stage; call it for one stage after the other.
+
+        Args:
+            rank: of its tensor parallelism.
+
+        Raises:
+            CheckpointError: the layers are not those of the stage.
+        """
+        named = self._named[rank]
+        if not opened.groups:
+            return self._next(opened, named)
+        wanted = [name for group in opened.groups for name in group]
+        wanted += [*plain_dict(opened.model.get("frozen_param_shapes")), *opened.buffers]
+        return {name: named[name] for name in wanted if name in named}
+
+    def rename_ties(self, stored: Place, rank: int) -> None:
+        """Give the tied tensors of a stage the names of their first layers, which are those with the same values.
+
+        Args:
+            rank: of its tensor parallelism.
+
+        Raises:
+            CheckpointError: no layer has them.
+        """
+        tied: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+        for name in [name for name in stored if name.startswith(f"model/{TIED}")]:
+            key, _, inner = name.removeprefix(f"model/{TIED}").partition(".")
+            tied[key][inner] = stored[name]
+        for key, entries in tied.items():
+            layer = self._layer_like(entries, rank)
+            if layer is None:
+                raise CheckpointError(
+                    f"The weights of the tied module {key!r} are in no file of a layer.",
+                    fix="load the directory that DeepSpeed saved, with its files of layers, not its copy in the "
+                    "universal layout; if it is that one, its files are of several saves: copy all of them again",
+                )
+            for name in [name for name in stored if f"/{TIED}{key}." in name]:
+                stored[name.replace(f"/{TIED}{key}.", f"/{layer}.")] = stored.pop(name)
+
+    def _layer_like(self, entries: Mapping[str, StoredTensor], rank: int) -> str | None:
+        named = self._named[rank]
+        for layer in dict.fromkeys(name.partition(".")[0] for name in named):
+            if all(
+                f"{layer}.{inner}" in named and entry.looks_like(named[f"{layer}.{inner}"])
+                for inner, entry in entries.items()
+            ):
+                return layer
+        return None
+
+    def _next(self, opened: OpenedFiles, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take as many layers as the stage's optimizer has states for: at stage 0 nothing else says which it has."""
+        state = plain_dict(opened.model.get("optimizer"))
+        base = state.get("optimizer_state_dict", state)
+        flats, buffers = state.get("fp32_groups_flat"), set(opened.buffers)
+        wanted = (
+            sum(flat.numel() for flat in flats)
+            if flats
+            else sum(len(group["params"]) for group in base.get("param_groups", ()))
+        )
+        taken: dict[str, Tensor] = {}
+        for name in list(named):
+            if wanted <= 0:
+                break
+            taken[name] = named.pop(name)
+            wanted -= 0 if name in buffers else taken[name].numel() if flats else 1
+        if wanted or _has_twins(taken | named):
+            raise CheckpointError(
+                f"{opened.files.model[0]} was written at stage 0 and has states of other parameters than the layers "
+                "beside it: DeepSpeed does not say there which are tied or frozen.",
+                where=str(opened.directory),
+                fix="save the run at stage 1 in DeepSpeed first, or start from its weights",
+            )
+        return taken
+
+
+def _has_twins(named: Mapping[str, Tensor]) -> bool:
+    """Return whether two layers have the same weights: they are tied, and the order of the states is not known."""
+    matrices = [tensor for tensor in named.values() if tensor.dim() > 1]
+    return any(
+        one.shape == other.shape and one.equal(other)
+        for number, one in enumerate(matrices)
+        for other in matrices[:number]
+    )
+
+
+def stages_and_splits(ranks: list[OpenedFiles], files: Mapping[tuple[int, int], Path]) -> tuple[int, int]:
+    """Return (pipeline stages, tensor-parallel ranks); model-parallel rank = stage x tensor-parallel ranks + rank.
+
+    Raises:
+        CheckpointError: there are not so many ranks.
+    """
+    said = plain_dict(ranks[0].model.get("checkpoint_parallel_dimensions"))
+    splits = said.get("tp_degree") or (1 + max(rank for _, rank in files) if files else len(ranks))
+    stages = said.get("pp_degree") or len(ranks) // splits
+    if stages * splits != len(ranks):
+        what = f"is of a run with {stages} pipeline stages of {splits} tensor-parallel ranks, and there are files of "
+        raise wrong(ranks[0].files.model[0], f"{what}{len(ranks)}")
+    return stages, splits
