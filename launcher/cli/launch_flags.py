@@ -43,6 +43,8 @@ examples:
   launch check ds_config.json                               (what becomes of every key)
   launch schedule 1f1b --stages 4 --microbatches 8          (what each rank of a pipeline does)
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu 80GiB
+  launch inspect out                                        (what a checkpoint holds, DeepSpeed's too)
+  launch export out back --format universal                 (for going on in DeepSpeed)
   launch bench io /local_nvme                               (how fast a directory is for offloading)
   launch --num_gpus 4 my_script.py --any --flags
   launch --config accelerate.yaml train.py                  (what `accelerate config` wrote)
@@ -69,6 +71,7 @@ def launch_parser() -> FlagParser:
         "       launch manifest --kind pytorchjob|jobset --image IMAGE --num_nodes N --num_gpus G ...\n"
         "       launch memory-estimate --config DS.json --model MODEL [--num-gpus N] [--gpu TYPE|BYTES] [--compare]\n"
         "       launch plan --model MODEL --num-gpus N --gpu TYPE [--global-batch B] [--write DS.json] [--html FILE]\n"
+        "       launch inspect DIRECTORY | launch export DIRECTORY OUT --format F | launch import DIRECTORY OUT\n"
         "       launch shim [status | path | run -- COMMAND | install | remove]\n"
         "       launch report [--hostfile HOSTS] | launch ssh --hostfile HOSTS COMMAND\n"
         "       launch bench io PATH [--size N] [--seconds S] [--out FILE] | launch bench device [--num-gpus N]",

@@ -22,6 +22,9 @@ SUBCOMMANDS = {
     "manifest": ("manifest", "print_manifest"),
     "report": ("hosts", "report"),
     "ssh": ("hosts", "ssh"),
+    "inspect": ("checkpoint", "inspect"),
+    "export": ("checkpoint", "export"),
+    "import": ("checkpoint", "import_"),
     "shim": ("shim", "shim"),
 }
 """Name, with dashes or underscores: (module of `launcher.cli`, function), imported when the command is given."""

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed wrote of split models: tensor-parallel ranks, pipeline stages, and the universal layout."""
+"""Checkpoints that DeepSpeed wrote of split models: tensor-parallel ranks, pipeline stages, the universal layout."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.cli.bench import bench_parser
 from launcher.cli.check import check_parser
+from launcher.cli.checkpoint import export_parser, import_parser, inspect_parser
 from launcher.cli.flags import FlagParser
 from launcher.cli.hosts import REPORT_HELP, SSH_HELP
 from launcher.cli.launch_flags import launch_parser
@@ -37,6 +38,8 @@ def commands_page() -> str:
         if has_flags:
             parts += _section(f"launch ... {name}", _recipe_parser(path))
     for parser in (check_parser(), estimate_parser(), plan_parser(), schedule_parser(), bench_parser()):
+        parts += _section(parser.prog, parser)
+    for parser in (inspect_parser(), export_parser(), import_parser()):
         parts += _section(parser.prog, parser)
     parts += _section("launch shim", shim_parser())
     parts += _section("launch manifest", manifest_parser(), only=OWN)

@@ -3,7 +3,8 @@
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
 python -m tests.parity_deepspeed.deepspeed_side TASK CASES.json OUT.json
 
-where TASK is schedules, difficulties, loss_scales, optimizers, rows, gates, mixtures, saves or split_saves
+where TASK is schedules, difficulties, loss_scales, optimizers, rows, gates, mixtures, saves, split_saves, exports or
+conversions
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tests.parity_deepspeed.exports import convert, go_on
 from tests.parity_deepspeed.fields import REST, STEPS, Fields, gradients
 from tests.parity_deepspeed.fields import follow as step_fields
 from tests.parity_deepspeed.job import Job, train
@@ -188,6 +190,20 @@ def split_saves(given: list[str]) -> list[list[float]]:
     return begin_split(deepspeed, Path(root), kind)
 
 
+def exports(root: str) -> list[dict[str, Any]]:
+    """What DeepSpeed makes of runs that were exported to directories below `root`."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    return go_on(deepspeed, Path(root))
+
+
+def conversions(root: str) -> None:
+    """Converts some of them with DeepSpeed's own program."""
+    convert(Path(root))
+
+
 def main() -> None:
     task, source, out = sys.argv[1:]
     torch.set_num_threads(1)
@@ -202,6 +218,8 @@ def main() -> None:
         "mixtures": mixtures,
         "saves": saves,
         "split_saves": split_saves,
+        "exports": exports,
+        "conversions": conversions,
     }
     result = tasks[task](given) if task in tasks else train_all([Job(**job) for job in given])
     if os.environ.get("RANK", "0") == "0":

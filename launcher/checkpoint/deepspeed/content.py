@@ -71,7 +71,8 @@ def _opened(directory: Path, files: object) -> Content:
         stored |= merged
     _check_whole(directory, stored)
     _check_steps(directory, stored)
-    return Content(stored, meta_of(ranks[0].model, rest, groups, states, ranks[0].tied))
+    names = [] if found.layers else ranks[0].groups  # of all stages they would be needed
+    return Content(stored, meta_of(ranks[0].model, rest, groups, states, ranks[0].tied, names))
 
 
 def _of_rank(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]:

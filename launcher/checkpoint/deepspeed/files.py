@@ -70,6 +70,9 @@ def find(directory: Path) -> Files:
         raise _unread(directory, "layers of experts, in files of their own")
     ranks: dict[int, RankFiles] = defaultdict(RankFiles)
     layers: dict[tuple[int, int], Path] = {}
+    universal = directory / "zero"
+    if universal.is_dir():  # such a copy may have the model's file twice: stage 3 looks for another name
+        names = [name for name in names if re.sub(r"^zero_pp_rank_\d+_", "", name) not in {*names} - {name}]
     for name in names:
         path = directory / name
         if match := _MODEL.fullmatch(name):
@@ -79,7 +82,6 @@ def find(directory: Path) -> Files:
         elif match := _LAYER.fullmatch(name):
             _put(layers, (int(match[1]), int(match[2] or 0)), path)
     _check_all_there(directory, ranks)
-    universal = directory / "zero"
     return Files(
         directory, [ranks[n] for n in sorted(ranks)], layers, universal if universal.is_dir() else None
     )

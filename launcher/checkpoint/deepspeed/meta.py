@@ -54,6 +54,7 @@ def meta_of(
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[Any, Mapping[str, Any]],
     tied: Mapping[str, str],
+    parameters: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the meta of a checkpoint.
 
@@ -63,6 +64,7 @@ def meta_of(
         groups: the options of its param groups.
         states: of each of its tensors.
         tied: further names of parameters -> their first ones.
+        parameters: those of the param groups; (): they are not known.
     """
     config = model.get("ds_config") if plain(model.get("ds_config")) else {}
     steps = int(model.get("global_steps", 0))
@@ -92,6 +94,7 @@ def meta_of(
         "optimizer": {
             "type": _types(names, config or {}),
             "param_groups": [{key: group[key] for key in _OPTIONS if key in group} for group in groups],
+            **({"names": [list(group) for group in parameters]} if parameters else {}),
         }
         if groups
         else None,

@@ -1,0 +1,44 @@
+"""A checkpoint copied into launcher's own format, one tensor after the other."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launcher.checkpoint import store
+from launcher.checkpoint.deepspeed.stored import Stored
+from launcher.checkpoint.slices import FlatSlice
+from launcher.comm.plain import encode
+from launcher.tensor.split import Split
+
+
+def copy(directory: Path, tag: str | None, out: Path) -> Path:
+    """Write a checkpoint, DeepSpeed's for example, as one of launcher's in `out`; return its directory.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    stored = Stored(directory, tag)
+    tensors = {name: _lazily(stored, name) for name in stored.entries}
+    meta = {key: encode(value) for key, value in stored.meta.items()}
+    store.save(out, stored.tag, tensors, meta)
+    return out / stored.tag
+
+
+def _lazily(stored: Stored, name: str) -> FlatSlice:
+    """Return a tensor that is read when it is written."""
+    entry = stored.entries[name]
+    place = Split.whole(tuple(entry.size)), 0, entry.size.numel()
+    return FlatSlice.lazily(
+        partial(_read, stored, name), *place, dtype=entry.properties.dtype, device=torch.device("cpu")
+    )
+
+
+def _read(stored: Stored, name: str) -> Tensor:
+    entry = stored.entries[name]
+    made = torch.empty(entry.size, dtype=entry.properties.dtype)
+    stored.load({name: made})
+    return made.view(-1)

@@ -1,0 +1,170 @@
+"""A checkpoint, launcher's own or DeepSpeed's, looked at as other formats need it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from launcher.checkpoint import formats, store, tags
+from launcher.checkpoint.reader import read_metadata
+from launcher.checkpoint.slices import FlatSlice
+from launcher.comm.plain import decode
+from launcher.errors import CheckpointError
+
+STEP = "scalar/step/"
+
+
+class Stored:
+    """What a checkpoint holds. Its bytes are compared with their checksums once.
+
+    Args:
+        tag: default: the latest.
+
+    Attributes:
+        meta: as the engine wrote it, or would have.
+        entries: name in a checkpoint -> shape and dtype of the tensor.
+        shapes: name -> shape of the parameters, each tied one once.
+        states: the optimizer's, as "optimizer/exp_avg".
+        steps: name -> count of steps.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+
+    def __init__(self, directory: Path, tag: str | None = None) -> None:
+        self.directory = directory
+        self.tag, meta = store.load_meta(directory, tag)
+        self.path = tags.tag_path(directory, self.tag)
+        formats.check_bytes(self.path, 0, 1)
+        self.meta = {key: decode(value) for key, value in meta.items()}
+        entries = read_metadata(self.path).state_dict_metadata.items()
+        self.entries = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        self.shapes = {
+            name.removeprefix("model/"): tuple(entry.size)
+            for name, entry in self.entries.items()
+            if name.startswith("model/")
+        }
+        kinds = [name.split("/", 2)[:2] for name in self.entries if name.startswith("optimizer/")]
+        self.states = sorted({"/".join(kind) for kind in kinds})
+        counts = {name: torch.zeros(()) for name in self.entries if name.startswith(STEP)}
+        self.load(counts)
+        self.steps = {name.removeprefix(STEP): float(count) for name, count in counts.items()}
+
+    def load(self, tensors: Mapping[str, Tensor | FlatSlice]) -> None:
+        """Fill tensors, by their names in the checkpoint; those that it does not have stay as they are."""
+        wanted = {name: tensor for name, tensor in tensors.items() if name in self.entries}
+        if wanted:
+            store.load(self.directory, self.tag, wanted, strict=False, compared=True, local=True)
+
+    @cached_property
+    def groups(self) -> list[list[str]]:
+        """Return the names of the trained parameters, by param group, in the optimizer's order.
+
+        Raises:
+            CheckpointError: it does not have them.
+        """
+        optimizer = self.meta["optimizer"]
+        if optimizer is None:
+            return []
+        names = optimizer.get("names")
+        if names is None and len(optimizer["param_groups"]) == 1:
+            names = [
+                [
+                    name
+                    for name in self.shapes
+                    if any(f"{kind}/{name}" in self.entries for kind in self.states)
+                ]
+            ]
+        if names is None:
+            raise CheckpointError(
+                f"{self.path} does not say which parameters are in which param group: an older "
+                "version wrote it.",
+                where=str(self.directory),
+                fix="load it and save it again, or export its weights alone (--format fp32)",
+            )
+        return [list(group) for group in names]
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """Return the options of the param groups."""
+        return list(self.meta["optimizer"]["param_groups"]) if self.meta["optimizer"] else []
+
+    @property
+    def frozen(self) -> list[str]:
+        """Return the names of the parameters that are not trained."""
+        trained = {name for names in self.groups for name in names}
+        return [name for name in self.shapes if name not in trained]
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Return further names of parameters -> their first ones."""
+        return dict(self.meta.get("tied") or {})
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the JSON of the run."""
+        return dict(self.meta.get("config") or {})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return that of the model, beside fp32 master weights."""
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        on = [dtype for key, dtype in kinds.items() if dict(self.config.get(key) or {}).get("enabled")]
+        return on[0] if on else torch.float32
+
+    @property
+    def clipping(self) -> float:
+        """Return the largest norm of the gradients."""
+        return float(self.config.get("gradient_clipping", 1.0))
+
+    @property
+    def schedule(self) -> Any:
+        """Return the state of the schedule, as DeepSpeed's schedules have it."""
+        state = self.meta["scheduler"]
+        if isinstance(state, dict) and "last_batch_iteration" in state:
+            return {"last_batch_iteration": state["last_batch_iteration"]}
+        return state
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the persistent buffers."""
+        made = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in self.entries.items()
+            if name.startswith("buffer/")
+        }
+        self.load(made)
+        return {name.removeprefix("buffer/"): tensor for name, tensor in made.items()}
+
+    def whole_states(self, at_once: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield (name, {"model" or a state: whole tensor in fp32}) of each parameter.
+
+        Args:
+            at_once: bytes that are in memory together, or those of one parameter where it has more.
+        """
+        batch: list[str] = []
+        for name in [*self.shapes, None]:
+            count = len(self.states) + 1
+            size = 4 * count * sum(math.prod(self.shapes[n]) for n in (*batch, *((name,) if name else ())))
+            if batch and (name is None or size > at_once):
+                yield from self._whole(batch)
+                batch = []
+            batch += [name] if name else []
+
+    def _whole(self, names: list[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        made = {
+            f"{kind}/{name}": torch.empty(self.shapes[name])
+            for name in names
+            for kind in ("model", *self.states)
+            if f"{kind}/{name}" in self.entries
+        }
+        self.load(made)
+        for name in names:
+            kinds = [kind for kind in ("model", *self.states) if f"{kind}/{name}" in made]
+            yield name, {kind.removeprefix("optimizer/"): made[f"{kind}/{name}"] for kind in kinds}

@@ -1,0 +1,160 @@
+"""What a directory of checkpoints holds, for people and programs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from launcher.checkpoint import formats, store, tags
+from launcher.checkpoint.deepspeed.files import is_deepspeed
+from launcher.checkpoint.reader import read_metadata
+from launcher.comm.plain import decode
+
+KINDS = {"model": "parameters", "buffer": "buffers", "optimizer": "states of the optimizer"}
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """One checkpoint.
+
+    Args:
+        path: of the tag.
+        kind: which program wrote it.
+        meta: as launcher's own meta.json.
+        tensors: name in a checkpoint -> (shape, dtype).
+        disk_bytes: of its files.
+        verified: whether the bytes have been compared with their checksums.
+        others: further tags in the directory.
+    """
+
+    path: Path
+    kind: str
+    meta: dict[str, Any]
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    disk_bytes: int
+    verified: bool
+    others: list[str]
+
+    def counted(self) -> dict[str, tuple[int, int]]:
+        """Return kind of tensors -> (how many, their elements)."""
+        found: dict[str, tuple[int, int]] = {}
+        for name, (shape, _) in self.tensors.items():
+            kind = KINDS.get(name.partition("/")[0])
+            if kind is not None:
+                number, elements = found.get(kind, (0, 0))
+                found[kind] = number + 1, elements + math.prod(shape)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as plain values."""
+        keys = (
+            "global_steps",
+            "global_samples",
+            "skipped_steps",
+            "world_size",
+            "optimizer",
+            "scheduler",
+            "tied",
+        )
+        return {
+            "path": str(self.path),
+            "format": self.kind,
+            **{key: self.meta.get(key) for key in keys},
+            "client_state": sorted(self.meta.get("client_state") or {}),
+            "disk_bytes": self.disk_bytes,
+            "checksums_verified": self.verified,
+            "tensors": {
+                name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in self.tensors.items()
+            },
+        }
+
+    def lines(self, *, tensors: bool) -> list[str]:
+        """Return it as text, with every tensor on request."""
+        meta = self.meta
+        rows = [
+            ("step", f"{meta.get('global_steps')}, after {meta.get('global_samples')} samples"),
+            ("skipped steps", str(meta.get("skipped_steps") or "")),
+            ("written by ranks", str(meta.get("world_size"))),
+            *(
+                (kind, f"{n} tensors, {size:,} elements{self._dtypes(kind)}")
+                for kind, (n, size) in self.counted().items()
+            ),
+            *(("optimizer" if number == 0 else "", line) for number, line in enumerate(self._optimizer())),
+            ("schedule", _iteration(meta.get("scheduler"))),
+            ("tied", ", ".join(f"{one} = {other}" for one, other in (meta.get("tied") or {}).items())),
+            ("client state", ", ".join(sorted(meta.get("client_state") or {}))),
+            ("bytes on disk", f"{self.disk_bytes:,}"),
+            (
+                "checksums",
+                "every byte is as it was written" if self.verified else "not compared (--verify does it)",
+            ),
+            ("other tags", ", ".join(self.others)),
+        ]
+        told = [f"{self.path}: {self.kind}", *(f"  {label:<24} {text}" for label, text in rows if text)]
+        if tensors:
+            width = max(map(len, self.tensors), default=0)
+            told.append("")
+            told += [
+                f"{name:<{width}}  {dtype:<9} {list(shape)}" for name, (shape, dtype) in self.tensors.items()
+            ]
+        return told
+
+    def _dtypes(self, kind: str) -> str:
+        found = Counter(
+            dtype for name, (_, dtype) in self.tensors.items() if KINDS.get(name.partition("/")[0]) == kind
+        )
+        return f", {' and '.join(found)}"
+
+    def _optimizer(self) -> list[str]:
+        optimizer = self.meta.get("optimizer")
+        if not optimizer:
+            return ["none"]
+        kind = optimizer.get("type")
+        groups = optimizer["param_groups"]
+        lines = [" or ".join(kind) if isinstance(kind, list) else str(kind)]
+        for number, group in enumerate(groups):
+            parameters = f", {len(optimizer['names'][number])} parameters" if "names" in optimizer else ""
+            lines.append(
+                f"group {number}: lr {group.get('lr')}, weight decay {group.get('weight_decay', 0)}{parameters}"
+            )
+        return lines
+
+
+def inspect(directory: Path, tag: str | None, *, verify: bool) -> Inspected:
+    """Look at a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or a file of it is damaged.
+    """
+    tag, meta = store.load_meta(directory, tag)
+    path = tags.tag_path(directory, tag)
+    if verify:
+        formats.check_bytes(path, 0, 1)
+    entries = read_metadata(path).state_dict_metadata.items()
+    tensors = {
+        name: (tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    foreign = is_deepspeed(path)
+    found = Inspected(
+        path,
+        "a checkpoint of DeepSpeed's" if foreign else "a checkpoint of launcher's",
+        {key: decode(value) for key, value in meta.items()},
+        tensors,
+        sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        verify,
+        [other for other in tags.list_tags(directory) if other != tag],
+    )
+    formats.close(path)
+    return found
+
+
+def _iteration(schedule: Any) -> str:
+    at = schedule.get("last_batch_iteration") if isinstance(schedule, dict) else None
+    return "" if schedule is None else "its state is there" if at is None else f"at iteration {at}"

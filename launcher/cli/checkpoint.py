@@ -1,0 +1,155 @@
+"""`launch inspect`, `launch export` and `launch import`: what a checkpoint holds, and other formats of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.cli.flags import FlagParser, positive
+from launcher.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launcher.checkpoint.deepspeed.stored import Stored
+
+FORMATS = ("universal", "deepspeed", "fp32")
+INSPECT = """\
+Shows what a directory of checkpoints holds: launcher's own, or DeepSpeed's. Nothing is changed, and no code of the
+files runs."""
+EXPORT = """\
+Writes a checkpoint in another format. The source may be launcher's own, or DeepSpeed's.
+
+formats:
+  universal   DeepSpeed's universal layout: it goes on there at ZeRO stages 1 to 3 on any number of ranks,
+              with "checkpoint": {"load_universal": true} in its JSON
+  deepspeed   the files of a DeepSpeed run at --stage S on --ranks N: it goes on there at that stage on as many ranks,
+              and zero_to_fp32.py and ds_to_universal read them
+  fp32        the weights alone, as safetensors in fp32, which from_pretrained reads"""
+IMPORT = """\
+Writes a checkpoint of DeepSpeed's as one of launcher's. That is not needed for going on with it: `load_checkpoint`
+reads it as it is."""
+
+
+def inspect_parser() -> FlagParser:
+    """Return the parser of `launch inspect`."""
+    parser = FlagParser(
+        prog="launch inspect", description=INSPECT, epilog="example: launch inspect out --tensors"
+    )
+    _source(parser)
+    parser.add_argument("--tensors", action="store_true", help="every tensor with its shape and dtype")
+    parser.add_argument("--verify", action="store_true", help="compare all bytes with their checksums")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def export_parser() -> FlagParser:
+    """Return the parser of `launch export`."""
+    parser = FlagParser(
+        prog="launch export", description=EXPORT, epilog="example: launch export out back --format universal"
+    )
+    _source(parser)
+    parser.add_argument("out", metavar="OUT", help="where the files go")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="which one")
+    parser.add_argument("--stage", type=int, choices=range(4), help="of --format deepspeed (default: 1)")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="of --format deepspeed (default: 1)")
+    return parser
+
+
+def import_parser() -> FlagParser:
+    """Return the parser of `launch import`."""
+    parser = FlagParser(prog="launch import", description=IMPORT, epilog="example: launch import theirs ours")
+    _source(parser)
+    parser.add_argument("out", metavar="OUT", help="a directory of checkpoints, which gets one more")
+    return parser
+
+
+def inspect(argv: Sequence[str]) -> int:
+    """Run `launch inspect`; returns 0."""
+    flags = inspect_parser().parse_args(argv)
+    from launcher.checkpoint import inspection
+
+    found = inspection.inspect(*_chosen(flags), verify=flags.verify)
+    print(
+        json.dumps(found.to_json(), indent=2) if flags.json else "\n".join(found.lines(tensors=flags.tensors))
+    )
+    return 0
+
+
+def export(argv: Sequence[str]) -> int:
+    """Run `launch export`; returns 0."""
+    flags = export_parser().parse_args(argv)
+    if flags.format != "deepspeed" and (flags.stage is not None or flags.ranks is not None):
+        raise ConfigError(
+            f"--stage and --ranks say how a DeepSpeed run is cut, and --format {flags.format} has no parts",
+            fix="leave them out, or write --format deepspeed",
+        )
+    if flags.format == "fp32":
+        from launcher.checkpoint.fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+        directory, tag = _chosen(flags)
+        convert_zero_checkpoint_to_fp32_state_dict(directory, flags.out, safe_serialization=True, tag=tag)
+        print(f"wrote the weights of {flags.directory} into {flags.out}, in fp32")
+        return 0
+    _export_state(flags)
+    return 0
+
+
+def import_(argv: Sequence[str]) -> int:
+    """Run `launch import`; returns 0."""
+    flags = import_parser().parse_args(argv)
+    from launcher.checkpoint.convert import copy
+
+    print(f"wrote {copy(*_chosen(flags), Path(flags.out))}")
+    return 0
+
+
+def _export_state(flags: Any) -> None:
+    from launcher.checkpoint.deepspeed import write
+    from launcher.checkpoint.deepspeed.stored import Stored
+
+    stored = Stored(*_chosen(flags))
+    if flags.format == "universal":
+        print(f"wrote {write.write_universal(stored, Path(flags.out))}, in DeepSpeed's universal layout")
+        print('it goes on in DeepSpeed with "checkpoint": {"load_universal": true} in its JSON')
+    else:
+        stage, ranks = 1 if flags.stage is None else flags.stage, flags.ranks or 1
+        path = write.write_ranks(stored, Path(flags.out), stage, ranks)
+        print(
+            f"wrote {path}: the files of a DeepSpeed run at stage {stage} on {ranks} rank{'s' * (ranks > 1)}"
+        )
+    for line in _not_written(stored):
+        print(line)
+
+
+def _not_written(stored: Stored) -> list[str]:
+    """Return what DeepSpeed's files do not take along."""
+    lines = []
+    counts = {stored.steps.get(name) for names in stored.groups for name in names}
+    if len(counts) > len(stored.groups) and len(counts - {None}) > 1:
+        lines.append(
+            "changed: parameters have made different numbers of steps; DeepSpeed has one count a param group, and gets "
+            "the largest"
+        )
+    if any(name.startswith("rng") for name in stored.entries):
+        lines.append("not written: the states of random generators, of which DeepSpeed saves none")
+    return lines
+
+
+def _source(parser: FlagParser) -> None:
+    parser.add_argument(
+        "directory", metavar="DIRECTORY", help="the one that has the file `latest`, or one checkpoint in it"
+    )
+    parser.add_argument("--tag", metavar="TAG", help="which checkpoint (default: the latest)")
+
+
+def _chosen(flags: Any) -> tuple[Path, str | None]:
+    """Return the directory of checkpoints and the tag. The directory of one checkpoint may be named, too."""
+    from launcher.checkpoint.deepspeed.files import is_deepspeed
+    from launcher.checkpoint.names import META_FILE
+
+    given = Path(flags.directory)
+    if flags.tag is None and ((given / META_FILE).is_file() or is_deepspeed(given)):
+        given = given.resolve()
+        return given.parent, given.name
+    return given, flags.tag

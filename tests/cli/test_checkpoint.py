@@ -1,0 +1,155 @@
+"""`launch inspect`, `launch export` and `launch import`: what is said of a checkpoint, and what is written of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import launcher
+from launcher.checkpoint.deepspeed.content import open_content
+from launcher.checkpoint.deepspeed.unpickle import load
+from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launcher.cli.main import main
+from tests.checkpoint.deepspeed_files import values_of, write
+from tests.checkpoint.test_deepspeed import assembled, model_of
+from tests.engine.driving import CPU, config_of, whole_state
+from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import batch, tiny_llama
+
+
+def save(ctx: RankContext, directory: Path) -> dict[str, torch.Tensor]:
+    """Two steps of a tied model with two param groups in fp16; what was saved."""
+    model = tiny_llama(tied=True, layers=1)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1]},
+    ]
+    config = {**config_of(2), "fp16": {"enabled": True, "initial_scale_power": 4}}
+    config.pop("optimizer", None)
+    engine = launcher.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config, device=CPU
+    )[0]
+    for step in range(2):
+        engine.backward(engine(input_ids=batch(step), labels=batch(step)).loss)
+        engine.step()
+    engine.save_checkpoint(directory, client_state={"epoch": 4})
+    return whole_state(engine)
+
+
+@pytest.fixture(scope="module")
+def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    directory = tmp_path_factory.mktemp("saved")
+    return directory, pool.run(save, 2, directory)[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["universal"], *(["deepspeed", "--stage", str(stage), "--ranks", "3"] for stage in range(4))],
+    ids=" ".join,
+)
+def test_what_is_exported_is_what_was_saved(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, arguments: list[str]
+) -> None:
+    directory, state = saved
+    assert main(["export", str(directory), str(tmp_path), "--format", *arguments]) == 0
+    tag = (tmp_path / "latest").read_text()
+    got = assembled(tmp_path / tag)
+    assert set(got) == set(state)
+    assert all(torch.equal(got[name], value.float().view(got[name].shape)) for name, value in state.items())
+    meta = open_content(tmp_path / tag).meta
+    assert meta["client_state"] == {"epoch": 4} and meta["global_steps"] == 2
+    assert meta["loss_scale"]["scale"] == 16
+    assert [group["weight_decay"] for group in meta["optimizer"]["param_groups"]] == [0.1, 0.01]
+
+
+def test_the_files_name_classes_of_deepspeed(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """And of no other program but torch: whoever reads them needs nothing of launcher's."""
+    assert main(["export", str(saved[0]), str(tmp_path), "--format", "deepspeed", "--ranks", "2"]) == 0
+    for file in tmp_path.glob("*/*.pt"):
+        raw = file.read_bytes()
+        assert b"launcher." not in raw
+        if "optim" in file.name:
+            assert b"cdeepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n" in raw
+            state = load(file)["optimizer_state_dict"]
+            places = {
+                name: vars(place) for group in state["param_slice_mappings"] for name, place in group.items()
+            }
+            flats = state["single_partition_of_fp32_groups"]
+            assert sum(place["numel"] for place in places.values()) == sum(flat.numel() for flat in flats)
+
+
+def test_weights_alone(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    assert main(["export", str(saved[0]), str(tmp_path / "out"), "--format", "fp32"]) == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    want = get_fp32_state_dict_from_zero_checkpoint(saved[0])
+    assert all(torch.equal(weights[name], want[name]) for name in weights) and weights
+
+
+def test_a_checkpoint_of_deepspeeds_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of("tied")
+    values = values_of(model)
+    theirs = write(tmp_path / "theirs", model, values, stage=3, ranks=3, groups=2)
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    got = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours")
+    assert all(torch.equal(got[name], values[name]) for name, _ in model.named_parameters())
+    capsys.readouterr()
+    told = []
+    for where in (str(theirs), str(tmp_path / "ours")):
+        assert main(["inspect", where, "--json", "--verify"]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    one, other = told
+    assert [one["format"], other["format"]] == ["a checkpoint of DeepSpeed's", "a checkpoint of launcher's"]
+    assert one["checksums_verified"] and one["tensors"] == other["tensors"]
+    assert one["optimizer"] == other["optimizer"] and one["global_steps"] == other["global_steps"] == 7
+
+
+def test_what_inspect_says(
+    saved: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(saved[0]), "--tensors"]) == 0
+    told = capsys.readouterr().out
+    for text in (
+        "step                     2, after",
+        "AdamW",
+        "group 1: lr 0.001",
+        "lm_head.weight = model.embed_tokens",
+    ):
+        assert text in told
+    assert "client state             epoch" in told and "optimizer/exp_avg/model.norm.weight" in told
+
+
+def test_bad_arguments(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        return capsys.readouterr().err
+
+    source, out = str(saved[0]), str(tmp_path)
+    assert "--format universal has no parts" in refused(
+        "export", source, out, "--format", "universal", "--ranks", "2"
+    )
+    assert "does not say which checkpoint is the latest" in refused("inspect", out)
+    assert main(["export", source, out, "--format", "deepspeed"]) == 0
+    assert "is there already" in refused("export", source, out, "--format", "deepspeed")
+
+
+def test_damage_is_found_before_anything_is_written(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    file = max(copy.glob("*/*.distcp"), key=lambda path: path.stat().st_size)
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    assert main(["export", str(copy), str(tmp_path / "out"), "--format", "universal"]) == 2
+    assert file.name in capsys.readouterr().err and not (tmp_path / "out").exists()
