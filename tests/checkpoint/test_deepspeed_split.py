@@ -292,7 +292,10 @@ def write_universal(root: Path, *, own_steps: bool) -> dict[str, Tensor]:
         folder.mkdir(parents=True)
         for state in ("fp32", *STATES):
             value = values[name if state == "fp32" else f"{state}/{name}"]
-            torch.save({"param": value, "cat_dim": 0}, folder / f"{state}.pt")
+            content = (
+                {"param": value, "cat_dim": 0} if own_steps else value.flatten()
+            )  # as stages 1 and 3 are converted
+            torch.save(content, folder / f"{state}.pt")
         if own_steps:
             torch.save(STEPS, folder / "step.pt")
     with theirs():

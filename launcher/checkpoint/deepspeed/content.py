@@ -66,7 +66,9 @@ def _opened(directory: Path, files: object) -> Content:
     stored = _joined(places, splits, ranks[0])
     rest, states, groups = first
     if found.universal is not None:
-        merged, rest, states, groups = universal(found.universal)
+        merged, rest, states, groups = universal(
+            found.universal, {name: shape for group in ranks[0].groups for name, shape in group.items()}
+        )
         layers.rename_ties(merged, 0)
         stored |= merged
     _check_whole(directory, stored)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from launcher.checkpoint.deepspeed.layout import whole
+from launcher.checkpoint.deepspeed.layout import Shapes, whole
 from launcher.checkpoint.deepspeed.opened import States, step_of, wrong
 from launcher.checkpoint.deepspeed.sharded import Place
 from launcher.checkpoint.deepspeed.unpickle import load_any
@@ -17,12 +19,13 @@ REST = "optimizer_state.pt"
 WEIGHTS, STEP = "fp32", "step"
 
 
-def universal(directory: Path) -> tuple[Place, dict[str, Any], States, list[dict[str, Any]]]:
+def universal(directory: Path, shapes: Shapes) -> tuple[Place, dict[str, Any], States, list[dict[str, Any]]]:
     """Return (weights, states and step counts by launcher's names; the rest of the optimizer's state; the states of one
     parameter; options of the param groups).
 
     Args:
         directory: `zero` of the checkpoint.
+        shapes: name -> shape of the parameters; what was converted from stage 3 is flat.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -35,7 +38,9 @@ def universal(directory: Path) -> tuple[Place, dict[str, Any], States, list[dict
     count = _count_of_steps(rest)
     for of_parameter in sorted(path for path in directory.iterdir() if path.is_dir()):
         name = of_parameter.name
-        found = {path.stem: _tensor(path) for path in sorted(of_parameter.glob("*.pt"))}
+        found = {
+            path.stem: _shaped(_tensor(path), shapes.get(name)) for path in sorted(of_parameter.glob("*.pt"))
+        }
         if WEIGHTS not in found:
             raise wrong(of_parameter, f"has no {WEIGHTS}.pt: the weights of {name} are missing")
         for state, tensor in found.items():
@@ -56,6 +61,14 @@ def _count_of_steps(rest: dict[str, Any]) -> int | None:
     states = inner.get("state") if isinstance(inner, dict) else None
     groups = [group for group in rest.get("param_groups") or () if isinstance(group, dict)]
     return step_of([*(states or {}).values(), *groups])
+
+
+def _shaped(tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
+    return (
+        tensor.view(shape)
+        if shape is not None and tensor.dim() == 1 and tensor.numel() == math.prod(shape)
+        else tensor
+    )
 
 
 def _tensor(path: Path) -> Tensor:
