@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint import store
-from launcher.checkpoint.deepspeed.stored import Stored
 from launcher.checkpoint.slices import FlatSlice
+from launcher.checkpoint.source import SourceCheckpoint
 from launcher.comm.plain import encode
 from launcher.tensor.split import Split
 
@@ -21,14 +21,14 @@ def copy(directory: Path, tag: str | None, out: Path) -> Path:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    stored = Stored(directory, tag)
+    stored = SourceCheckpoint(directory, tag)
     tensors = {name: _lazily(stored, name) for name in stored.entries}
     meta = {key: encode(value) for key, value in stored.meta.items()}
     store.save(out, stored.tag, tensors, meta)
     return out / stored.tag
 
 
-def _lazily(stored: Stored, name: str) -> FlatSlice:
+def _lazily(stored: SourceCheckpoint, name: str) -> FlatSlice:
     """Return a tensor that is read when it is written."""
     entry = stored.entries[name]
     place = Split.whole(tuple(entry.size)), 0, entry.size.numel()
@@ -37,7 +37,7 @@ def _lazily(stored: Stored, name: str) -> FlatSlice:
     )
 
 
-def _read(stored: Stored, name: str) -> Tensor:
+def _read(stored: SourceCheckpoint, name: str) -> Tensor:
     entry = stored.entries[name]
     made = torch.empty(entry.size, dtype=entry.properties.dtype)
     stored.load({name: made})

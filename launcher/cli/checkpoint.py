@@ -11,7 +11,7 @@ from launcher.cli.flags import FlagParser, positive
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
-    from launcher.checkpoint.deepspeed.stored import Stored
+    from launcher.checkpoint.source import SourceCheckpoint
 
 FORMATS = ("universal", "deepspeed", "fp32")
 INSPECT = """\
@@ -106,9 +106,9 @@ def import_(argv: Sequence[str]) -> int:
 
 def _export_state(flags: Any) -> None:
     from launcher.checkpoint.deepspeed import write
-    from launcher.checkpoint.deepspeed.stored import Stored
+    from launcher.checkpoint.source import SourceCheckpoint
 
-    stored = Stored(*_chosen(flags))
+    stored = SourceCheckpoint(*_chosen(flags))
     if flags.format == "universal":
         print(f"wrote {write.write_universal(stored, Path(flags.out))}, in DeepSpeed's universal layout")
         print('it goes on in DeepSpeed with "checkpoint": {"load_universal": true} in its JSON')
@@ -122,7 +122,7 @@ def _export_state(flags: Any) -> None:
         print(line)
 
 
-def _not_written(stored: Stored) -> list[str]:
+def _not_written(stored: SourceCheckpoint) -> list[str]:
     """Return what DeepSpeed's files do not take along."""
     lines = []
     counts = {stored.steps.get(name) for names in stored.groups for name in names}

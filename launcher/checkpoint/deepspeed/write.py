@@ -20,10 +20,10 @@ from torch import Tensor
 
 from launcher.checkpoint.deepspeed.layout import FlatRange, Shapes, equal_parts, ranges
 from launcher.checkpoint.deepspeed.pickling import fragment, loss_scaler, save
-from launcher.checkpoint.deepspeed.stored import Stored
 from launcher.checkpoint.deepspeed.universal import REST, STEP, WEIGHTS
 from launcher.checkpoint.names import LATEST_FILE, TMP, UNIVERSAL_FILE
 from launcher.checkpoint.slices import FlatSlice
+from launcher.checkpoint.source import SourceCheckpoint
 from launcher.errors import CheckpointError
 
 VERSION = "0.19.8"
@@ -36,7 +36,7 @@ AT_ONCE = 1 << 30
 """Bytes of whole tensors that are in memory together."""
 
 
-def write_ranks(stored: Stored, out: Path, stage: int, ranks: int) -> Path:
+def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> Path:
     """Write the files of a run at a ZeRO stage on so many ranks, and `latest`; return the directory of the tag.
 
     Raises:
@@ -56,7 +56,7 @@ def write_ranks(stored: Stored, out: Path, stage: int, ranks: int) -> Path:
     return out / stored.tag
 
 
-def write_universal(stored: Stored, out: Path) -> Path:
+def write_universal(stored: SourceCheckpoint, out: Path) -> Path:
     """Write the universal layout, which DeepSpeed loads at stages 1 to 3 on any number of ranks, where its JSON has
     `"checkpoint": {"load_universal": true}`; return the directory of the tag."""
     groups = _options(stored)
@@ -105,7 +105,7 @@ def _new(out: Path, tag: str, *latest: str) -> Iterator[Path]:
 # ---- the model's file ---------------------------------------------------------------------------
 
 
-def _model_state(stored: Stored, stage: int, rank: int, ranks: int) -> dict[str, Any]:
+def _model_state(stored: SourceCheckpoint, stage: int, rank: int, ranks: int) -> dict[str, Any]:
     module: dict[str, Tensor] = OrderedDict()
     frozen = {name: stored.shapes[name] for name in stored.frozen}
     fragments: dict[str, Tensor] | None = {} if stage else None
@@ -148,7 +148,7 @@ def _model_state(stored: Stored, stage: int, rank: int, ranks: int) -> dict[str,
 
 
 def _fragments(
-    stored: Stored, module: Mapping[str, Tensor], frozen: Shapes, rank: int, ranks: int
+    stored: SourceCheckpoint, module: Mapping[str, Tensor], frozen: Shapes, rank: int, ranks: int
 ) -> dict[str, Tensor]:
     """Return a rank's equal parts of the frozen parameters; the last ones are filled up with zeros."""
     made = {
@@ -162,7 +162,7 @@ def _fragments(
 # ---- the optimizer's ----------------------------------------------------------------------------
 
 
-def _of_optimizer(stored: Stored) -> dict[str, Any]:
+def _of_optimizer(stored: SourceCheckpoint) -> dict[str, Any]:
     """Return what DeepSpeed's optimizers save beside tensors."""
     scale = stored.meta["loss_scale"]
     return {
@@ -174,12 +174,12 @@ def _of_optimizer(stored: Stored) -> dict[str, Any]:
     }
 
 
-def _options(stored: Stored) -> list[dict[str, Any]]:
+def _options(stored: SourceCheckpoint) -> list[dict[str, Any]]:
     """Return the options of the param groups, with those that DeepSpeed's Adam asks for."""
     return [{"bias_correction": True, **group} for group in stored.options]
 
 
-def _step(stored: Stored, names: list[str]) -> float:
+def _step(stored: SourceCheckpoint, names: list[str]) -> float:
     """Return the count of steps of a group. DeepSpeed has one count for all of it."""
     return max((stored.steps.get(name, 0.0) for name in names), default=0.0)
 
@@ -195,7 +195,7 @@ class _Flats:
         return [torch.zeros(length) for length in self.lengths]
 
 
-def _flats(stored: Stored, stage: int, rank: int, ranks: int) -> _Flats:
+def _flats(stored: SourceCheckpoint, stage: int, rank: int, ranks: int) -> _Flats:
     groups: list[Shapes] = [{name: stored.shapes[name] for name in names} for names in stored.groups]
     if stage == 3:
         lengths = [sum(-(-math.prod(shape) // ranks) for shape in group.values()) for group in groups]
@@ -210,7 +210,7 @@ def _flats(stored: Stored, stage: int, rank: int, ranks: int) -> _Flats:
     return _Flats(found, [lengths[rank] for lengths in by_group])
 
 
-def _part_of_optimizer(stored: Stored, stage: int, rank: int, ranks: int) -> dict[str, Any]:
+def _part_of_optimizer(stored: SourceCheckpoint, stage: int, rank: int, ranks: int) -> dict[str, Any]:
     place = _flats(stored, stage, rank, ranks)
     masters, base = _flat_state(stored, place)
     count = len(place.lengths)
@@ -227,7 +227,7 @@ def _part_of_optimizer(stored: Stored, stage: int, rank: int, ranks: int) -> dic
     return {**_of_optimizer(stored), "zero_stage": stage, **own}
 
 
-def _flat_state(stored: Stored, place: _Flats) -> tuple[list[Tensor], dict[str, Any]]:
+def _flat_state(stored: SourceCheckpoint, place: _Flats) -> tuple[list[Tensor], dict[str, Any]]:
     """Return (flat master weights, the state of the optimizer that steps them)."""
     flats = {kind: place.empty() for kind in ("model", *stored.states)}
     tensors: dict[str, FlatSlice] = {}
@@ -245,7 +245,7 @@ def _flat_state(stored: Stored, place: _Flats) -> tuple[list[Tensor], dict[str, 
     return flats["model"], {"state": states, "param_groups": groups}
 
 
-def _padding(place: _Flats, ranks: int, stored: Stored, number: int) -> int:
+def _padding(place: _Flats, ranks: int, stored: SourceCheckpoint, number: int) -> int:
     """Return how many elements the range of a rank lacks of the equal ones that DeepSpeed holds."""
     count = sum(math.prod(stored.shapes[name]) for name in stored.groups[number])
     return -(-count // (ALIGNMENT * ranks)) * ALIGNMENT - place.lengths[number]
@@ -255,7 +255,7 @@ def _mapping(place: _Flats, number: int) -> dict[str, Any]:
     return OrderedDict((p.name, fragment(p.at, p.stop - p.start)) for p in place.found if p.group == number)
 
 
-def _whole_optimizer(stored: Stored) -> dict[str, Any] | None:
+def _whole_optimizer(stored: SourceCheckpoint) -> dict[str, Any] | None:
     """Return the optimizer's state as stage 0 saves it: by parameter, numbered over all groups; flat in 16 bits."""
     if not stored.groups:
         return None

@@ -21,7 +21,7 @@ from launcher.errors import CheckpointError
 STEP = "scalar/step/"
 
 
-class Stored:
+class SourceCheckpoint:
     """What a checkpoint holds. Its bytes are compared with their checksums once.
 
     Args:
