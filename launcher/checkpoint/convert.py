@@ -10,7 +10,7 @@ from torch import Tensor
 
 from launcher.checkpoint import store
 from launcher.checkpoint.slices import FlatSlice
-from launcher.checkpoint.source import SourceCheckpoint
+from launcher.checkpoint.source import SourceCheckpoint, there_already
 from launcher.comm.plain import encode
 from launcher.tensor.split import Split
 
@@ -19,9 +19,11 @@ def copy(directory: Path, tag: str | None, out: Path) -> Path:
     """Write a checkpoint, DeepSpeed's for example, as one of launcher's in `out`; return its directory.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is none, it is damaged, or `out` has one of that tag.
     """
     stored = SourceCheckpoint(directory, tag)
+    if (out / stored.tag).exists():
+        raise there_already(out / stored.tag)
     tensors = {name: _lazily(stored, name) for name in stored.entries}
     meta = {key: encode(value) for key, value in stored.meta.items()}
     store.save(out, stored.tag, tensors, meta)

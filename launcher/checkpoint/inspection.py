@@ -15,7 +15,7 @@ from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.checkpoint.reader import read_metadata
 from launcher.comm.plain import decode
 
-KINDS = {"model": "parameters", "buffer": "buffers", "optimizer": "states of the optimizer"}
+KINDS = {"model": "parameters", "buffer": "buffers", "optimizer": "optimizer states"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Inspected:
         rows = [
             ("step", f"{meta.get('global_steps')}, after {meta.get('global_samples')} samples"),
             ("skipped steps", str(meta.get("skipped_steps") or "")),
-            ("written by ranks", str(meta.get("world_size"))),
+            ("ranks" if "launcher" in self.kind else "data-parallel ranks", str(meta.get("world_size"))),
+            ("ZeRO stage", str(((meta.get("config") or {}).get("zero_optimization") or {}).get("stage", ""))),
             *(
                 (kind, f"{n} tensors, {size:,} elements{self._dtypes(kind)}")
                 for kind, (n, size) in self.counted().items()
@@ -118,10 +119,9 @@ class Inspected:
         groups = optimizer["param_groups"]
         lines = [" or ".join(kind) if isinstance(kind, list) else str(kind)]
         for number, group in enumerate(groups):
-            parameters = f", {len(optimizer['names'][number])} parameters" if "names" in optimizer else ""
-            lines.append(
-                f"group {number}: lr {group.get('lr')}, weight decay {group.get('weight_decay', 0)}{parameters}"
-            )
+            rate, decay = _number(group.get("lr")), _number(group.get("weight_decay", 0))
+            count = f", {len(optimizer['names'][number])} parameters" if "names" in optimizer else ""
+            lines.append(f"group {number}: lr {rate}, weight decay {decay}{count}")
         return lines
 
 
@@ -141,10 +141,9 @@ def inspect(directory: Path, tag: str | None, *, verify: bool) -> Inspected:
         for name, entry in entries
         if isinstance(entry, TensorStorageMetadata)
     }
-    foreign = is_deepspeed(path)
     found = Inspected(
         path,
-        "a checkpoint of DeepSpeed's" if foreign else "a checkpoint of launcher's",
+        _kind(path),
         {key: decode(value) for key, value in meta.items()},
         tensors,
         sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
@@ -153,6 +152,19 @@ def inspect(directory: Path, tag: str | None, *, verify: bool) -> Inspected:
     )
     formats.close(path)
     return found
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _kind(path: Path) -> str:
+    if not is_deepspeed(path):
+        return "a launcher checkpoint"
+    from launcher.checkpoint.deepspeed.content import version_of
+
+    layout = "universal DeepSpeed" if (path / "zero").is_dir() else "DeepSpeed"
+    return f"a {layout} checkpoint, of version {version_of(path)}"
 
 
 def _iteration(schedule: Any) -> str:

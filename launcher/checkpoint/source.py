@@ -89,7 +89,9 @@ class SourceCheckpoint:
                 where=str(self.directory),
                 fix="load it and save it again, or export its weights alone (--format fp32)",
             )
-        return [list(group) for group in names]
+        return [
+            [name for name in group if name in self.shapes] for group in names
+        ]  # not those without elements
 
     @property
     def options(self) -> list[dict[str, Any]]:
@@ -118,6 +120,11 @@ class SourceCheckpoint:
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
         on = [dtype for key, dtype in kinds.items() if dict(self.config.get(key) or {}).get("enabled")]
         return on[0] if on else torch.float32
+
+    def dtype_of(self, name: str, otherwise: torch.dtype) -> torch.dtype:
+        """Return the dtype of a parameter, in a file whose floating-point ones have the dtype `otherwise`."""
+        own: torch.dtype = self.entries[f"model/{name}"].properties.dtype
+        return otherwise if own.is_floating_point else own
 
     @property
     def clipping(self) -> float:
@@ -159,7 +166,7 @@ class SourceCheckpoint:
 
     def _whole(self, names: list[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         made = {
-            f"{kind}/{name}": torch.empty(self.shapes[name])
+            f"{kind}/{name}": torch.empty(self.shapes[name], dtype=self.dtype_of(name, torch.float32))
             for name in names
             for kind in ("model", *self.states)
             if f"{kind}/{name}" in self.entries
@@ -168,3 +175,10 @@ class SourceCheckpoint:
         for name in names:
             kinds = [kind for kind in ("model", *self.states) if f"{kind}/{name}" in made]
             yield name, {kind.removeprefix("optimizer/"): made[f"{kind}/{name}"] for kind in kinds}
+
+
+def there_already(directory: Path) -> CheckpointError:
+    """Return the error for a place that is taken."""
+    return CheckpointError(
+        f"{directory} is there already.", where=str(directory), fix="name another directory to write into"
+    )

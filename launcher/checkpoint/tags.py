@@ -80,6 +80,8 @@ def tag_path(directory: Path, tag: str) -> Path:
         return directory / tag
     refuse_foreign(directory / tag)
     tags, absent = list_tags(directory), directory / tag / META_FILE
+    if not tags and directory.is_dir():
+        tags = sorted(path.name for path in directory.iterdir() if is_deepspeed(path))
     why = f" {absent} is missing." if (directory / tag).is_dir() else ""
     raise CheckpointError(
         f"{directory} has no checkpoint with the tag {tag!r}.{why}",

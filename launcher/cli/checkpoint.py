@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import FlagParser, positive
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, shortened
 
 if TYPE_CHECKING:
     from launcher.checkpoint.source import SourceCheckpoint
@@ -21,11 +21,12 @@ EXPORT = """\
 Writes a checkpoint in another format. The source may be launcher's own, or DeepSpeed's.
 
 formats:
-  universal   DeepSpeed's universal layout: it goes on there at ZeRO stages 1 to 3 on any number of ranks,
-              with "checkpoint": {"load_universal": true} in its JSON
-  deepspeed   the files of a DeepSpeed run at --stage S on --ranks N: it goes on there at that stage on as many ranks,
-              and zero_to_fp32.py and ds_to_universal read them
-  fp32        the weights alone, as safetensors in fp32, which from_pretrained reads"""
+  universal   DeepSpeed's universal layout. DeepSpeed resumes from it at ZeRO stages 1 to 3 on any number of ranks,
+              where its JSON has "checkpoint": {"load_universal": true}.
+  deepspeed   The files that DeepSpeed writes at --stage S on --ranks N. DeepSpeed resumes from them at that stage on
+              N ranks; zero_to_fp32.py and ds_to_universal read them.
+  fp32        The weights alone, as safetensors in fp32. With the model's config.json beside them from_pretrained reads
+              them."""
 IMPORT = """\
 Writes a checkpoint of DeepSpeed's as one of launcher's. That is not needed for going on with it: `load_checkpoint`
 reads it as it is."""
@@ -50,9 +51,16 @@ def export_parser() -> FlagParser:
     )
     _source(parser)
     parser.add_argument("out", metavar="OUT", help="where the files go")
-    parser.add_argument("--format", choices=FORMATS, required=True, help="which one")
-    parser.add_argument("--stage", type=int, choices=range(4), help="of --format deepspeed (default: 1)")
-    parser.add_argument("--ranks", type=positive, metavar="N", help="of --format deepspeed (default: 1)")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="what to write")
+    parser.add_argument(
+        "--stage", type=int, choices=range(4), help="the ZeRO stage of --format deepspeed (default: 1)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="how many ranks will resume from --format deepspeed (default: 1)",
+    )
     return parser
 
 
@@ -81,13 +89,16 @@ def export(argv: Sequence[str]) -> int:
     flags = export_parser().parse_args(argv)
     if flags.format != "deepspeed" and (flags.stage is not None or flags.ranks is not None):
         raise ConfigError(
-            f"--stage and --ranks say how a DeepSpeed run is cut, and --format {flags.format} has no parts",
+            f"--stage and --ranks belong to --format deepspeed, and this is --format {flags.format}",
             fix="leave them out, or write --format deepspeed",
         )
     if flags.format == "fp32":
         from launcher.checkpoint.fp32 import convert_zero_checkpoint_to_fp32_state_dict
+        from launcher.checkpoint.source import there_already
 
         directory, tag = _chosen(flags)
+        if there := sorted(Path(flags.out).glob("*.safetensors*")):
+            raise there_already(there[0])
         convert_zero_checkpoint_to_fp32_state_dict(directory, flags.out, safe_serialization=True, tag=tag)
         print(f"wrote the weights of {flags.directory} into {flags.out}, in fp32")
         return 0
@@ -111,28 +122,31 @@ def _export_state(flags: Any) -> None:
     stored = SourceCheckpoint(*_chosen(flags))
     if flags.format == "universal":
         print(f"wrote {write.write_universal(stored, Path(flags.out))}, in DeepSpeed's universal layout")
-        print('it goes on in DeepSpeed with "checkpoint": {"load_universal": true} in its JSON')
+        print('DeepSpeed resumes from it with "checkpoint": {"load_universal": true} in its JSON')
     else:
         stage, ranks = 1 if flags.stage is None else flags.stage, flags.ranks or 1
         path = write.write_ranks(stored, Path(flags.out), stage, ranks)
-        print(
-            f"wrote {path}: the files of a DeepSpeed run at stage {stage} on {ranks} rank{'s' * (ranks > 1)}"
-        )
-    for line in _not_written(stored):
+        print(f"wrote {path}: DeepSpeed resumes from it at stage {stage} on {ranks} rank{'s' * (ranks > 1)}")
+    for line in _not_written(stored, universal=flags.format == "universal"):
         print(line)
 
 
-def _not_written(stored: SourceCheckpoint) -> list[str]:
+def _not_written(stored: SourceCheckpoint, *, universal: bool) -> list[str]:
     """Return what DeepSpeed's files do not take along."""
     lines = []
-    counts = {stored.steps.get(name) for names in stored.groups for name in names}
-    if len(counts) > len(stored.groups) and len(counts - {None}) > 1:
+    counts = [{stored.steps.get(name, 0.0) for name in names} for names in stored.groups]
+    if not universal and any(len(of_group) > 1 for of_group in counts):
         lines.append(
-            "changed: parameters have made different numbers of steps; DeepSpeed has one count a param group, and gets "
-            "the largest"
+            "changed: parameters of one param group have made different numbers of steps, or none; DeepSpeed has one "
+            "count a group, and gets the largest"
         )
-    if any(name.startswith("rng") for name in stored.entries):
+    kinds = {
+        "/".join(name.split("/")[: 1 + name.startswith(("scalar/", "number/"))]) for name in stored.entries
+    }
+    if any(kind.startswith("rng") for kind in kinds):
         lines.append("not written: the states of random generators, of which DeepSpeed saves none")
+    if left := sorted(kind for kind in kinds - {"scalar/step"} if kind.startswith(("scalar/", "number/"))):
+        lines.append(f"not written: {', '.join(left)}, for which DeepSpeed's files have no place")
     return lines
 
 
@@ -149,7 +163,12 @@ def _chosen(flags: Any) -> tuple[Path, str | None]:
     from launcher.checkpoint.names import META_FILE
 
     given = Path(flags.directory)
-    if flags.tag is None and ((given / META_FILE).is_file() or is_deepspeed(given)):
+    if not given.is_dir():
+        raise ConfigError(
+            f"{shortened(str(given))} is not a directory",
+            fix="name the one that the run saved its checkpoints in",
+        )
+    if flags.tag in (None, given.resolve().name) and ((given / META_FILE).is_file() or is_deepspeed(given)):
         given = given.resolve()
         return given.parent, given.name
     return given, flags.tag

@@ -78,7 +78,7 @@ PASSES = Refusal(
 )
 CONVERSION = Refusal(
     "its functions for files of checkpoints are not available",
-    "engine.load_checkpoint() loads launcher's checkpoints on any number of ranks and at any stage, "
+    "engine.load_checkpoint() loads launcher's and DeepSpeed's checkpoints on any number of ranks and at any stage, "
     "without a conversion",
 )
 KEYS = Refusal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,17 @@ def test_the_universal_layout(tmp_path: Path, own_steps: bool) -> None:
 def test_damage_in_the_universal_layout(tmp_path: Path) -> None:
     write_universal(tmp_path, own_steps=True)
     folder = tmp_path / "global_step7_universal" / "zero"
+    torch.save({"param": torch.zeros(2)}, folder / "row.bias" / "exp_avg.pt")
+    with pytest.raises(CheckpointError, match=r"exp_avg\.pt has the shape \[2\], and the parameter \[4\]"):
+        open_content(folder.parent)
+    (folder / "row.bias" / "exp_avg.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"row\.bias has no exp_avg\.pt"):
+        open_content(folder.parent)
+    shutil.rmtree(folder / "row.bias")
+    with pytest.raises(CheckpointError, match=r"row\.bias has no fp32\.pt"):
+        open_content(folder.parent)
+    shutil.rmtree(folder.parent)
+    write_universal(tmp_path, own_steps=True)
     (folder / "norm.weight" / "exp_avg.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"norm\.weight/exp_avg\.pt cannot be read"):
         open_content(folder.parent)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import launcher
 from launcher.checkpoint.deepspeed.content import open_content
@@ -106,7 +108,10 @@ def test_a_checkpoint_of_deepspeeds_is_imported(tmp_path: Path, capsys: pytest.C
         assert main(["inspect", where, "--json", "--verify"]) == 0
         told.append(json.loads(capsys.readouterr().out))
     one, other = told
-    assert [one["format"], other["format"]] == ["a checkpoint of DeepSpeed's", "a checkpoint of launcher's"]
+    assert [one["format"], other["format"]] == [
+        "a DeepSpeed checkpoint, of version 0.19.8",
+        "a launcher checkpoint",
+    ]
     assert one["checksums_verified"] and one["tensors"] == other["tensors"]
     assert one["optimizer"] == other["optimizer"] and one["global_steps"] == other["global_steps"] == 7
 
@@ -134,7 +139,7 @@ def test_bad_arguments(
         return capsys.readouterr().err
 
     source, out = str(saved[0]), str(tmp_path)
-    assert "--format universal has no parts" in refused(
+    assert "belong to --format deepspeed" in refused(
         "export", source, out, "--format", "universal", "--ranks", "2"
     )
     assert "does not say which checkpoint is the latest" in refused("inspect", out)
@@ -153,3 +158,67 @@ def test_damage_is_found_before_anything_is_written(
     file.write_bytes(raw)
     assert main(["export", str(copy), str(tmp_path / "out"), "--format", "universal"]) == 2
     assert file.name in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+class Odd(nn.Module):
+    """A parameter without elements, one that gets no gradient, whole numbers, and a name with a slash."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.empty = nn.Parameter(torch.empty(0, 5))
+        self.whole = nn.Parameter(torch.tensor([16777217, 1 << 40]), requires_grad=False)
+        self.register_parameter("a/b", nn.Parameter(torch.ones(3)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.used(inputs * self.get_parameter("a/b"))
+        return made
+
+
+def save_odd(ctx: RankContext, directory: Path, client: dict[str, Any]) -> None:
+    engine = launcher.initialize(model=Odd(), config=config_of(1), device=CPU)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 3)).square().mean())
+        engine.step()
+    engine.save_checkpoint(directory, client_state=client)
+
+
+def test_odd_models(pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.run(save_odd, 1, tmp_path / "odd", {})
+    for stage in range(4):
+        out = tmp_path / f"out{stage}"
+        arguments = [
+            "export",
+            str(tmp_path / "odd"),
+            str(out),
+            "--format",
+            "deepspeed",
+            "--stage",
+            str(stage),
+        ]
+        assert main([*arguments, "--ranks", "2"]) == 0
+        assert "different numbers of steps, or none" in capsys.readouterr().out
+        stored = open_content(out / "global_step2").stored
+        (part, *_) = stored["model/whole"].parts
+        assert part.data.dtype == torch.int64 and int(part.data.flatten()[0]) == 16777217
+    assert main(["export", str(tmp_path / "odd"), str(tmp_path / "u"), "--format", "universal"]) == 2
+    assert "'a/b' cannot name one" in capsys.readouterr().err and not (tmp_path / "u").exists()
+    pool.run(save_odd, 1, tmp_path / "keys", {"module": "mine"})
+    assert main(["export", str(tmp_path / "keys"), str(tmp_path / "k"), "--format", "deepspeed"]) == 2
+    assert "keys that DeepSpeed uses for itself: module" in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    before = {path: path.read_bytes() for path in sorted(copy.rglob("*")) if path.is_file()}
+    assert main(["import", str(copy), str(copy)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert main(["export", str(copy), str(tmp_path), "--format", "fp32"]) == 2
+    assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
+    assert {path: path.read_bytes() for path in sorted(copy.rglob("*")) if path.is_file()} == before
+    assert main(["inspect", str(tmp_path / "none")]) == 2
+    assert "is not a directory" in capsys.readouterr().err

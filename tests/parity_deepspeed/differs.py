@@ -63,7 +63,7 @@ DIFFERS: Mapping[str, str] = {
     "ops.lamb.FusedLamb": "max_grad_norm is gradient_clipping of the JSON",
     "ops.op_builder": _BUILT,
     "runtime.sequence_parallel.ulysses_sp": "a tile's forward runs again in its backward, that of a loss too",
-    "utils.zero_to_fp32.__file__": "a copy of it reads launcher's checkpoints",
+    "utils.zero_to_fp32.__file__": "a copy of it reads launcher's checkpoints, too",
     **dict.fromkeys(
         (
             f"utils.zero_to_fp32.{name}"
@@ -104,7 +104,8 @@ DIFFERS: Mapping[str, str] = {
     "runtime.engine.DeepSpeedEngine.no_sync": "works at every stage; stages 2 and 3 hold the whole gradient meanwhile",
     "runtime.engine.DeepSpeedEngine.offload_states": "works at every stage; lp_params and lp_grads are refused",
     "runtime.engine.DeepSpeedEngine.save_checkpoint": "launcher's format, which loads on any number of ranks",
-    "runtime.engine.DeepSpeedEngine.load_checkpoint": "launcher's format; custom_load_fn is refused",
+    "runtime.engine.DeepSpeedEngine.load_checkpoint": "both formats load; custom_load_fn is refused; "
+    "it returns the directory, and the script's own client state",
     "runtime.engine.DeepSpeedEngine.get_wall_clock_timers": "milliseconds by launcher's names of the phases",
     "runtime.engine.DeepSpeedEngine.timers": "launcher's timers: `with timers(name)`",
     "runtime.engine.DeepSpeedEngine.tput_timer": "the engine alone starts and stops it; off without steps_per_print",
@@ -134,7 +135,7 @@ DIFFERS: Mapping[str, str] = {
     "runtime.utils.partition_balanced": "the same heaviest part; among equal cuts it may take another",
     "runtime.zero.GatheredParameters": "what is gathered inside stays gathered in forwards inside",
     "utils.groups": "of the newest engine; of all ranks before there is one",
-    "utils.zero_to_fp32": "reads launcher's checkpoints",
+    "utils.zero_to_fp32": "reads launcher's checkpoints, too",
     "parameter.ds_id": "only a sharded parameter has one, while it is not gathered in its module",
     "parameter.ds_persist": "false: a parameter that is kept whole is a plain one",
     "parameter.ds_active_sub_modules": "always empty",

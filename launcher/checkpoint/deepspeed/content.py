@@ -19,6 +19,7 @@ from launcher.checkpoint.deepspeed.opened import OpenedFiles, States
 from launcher.checkpoint.deepspeed.pipeline import Layers, stages_and_splits
 from launcher.checkpoint.deepspeed.sharded import Place, frozen, sharded
 from launcher.checkpoint.deepspeed.universal import universal
+from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.checkpoint.deepspeed.unsharded import unsharded
 from launcher.errors import CheckpointError
 
@@ -66,9 +67,13 @@ def _opened(directory: Path, files: object) -> Content:
     stored = _joined(places, splits, ranks[0])
     rest, states, groups = first
     if found.universal is not None:
-        merged, rest, states, groups = universal(
-            found.universal, {name: shape for group in ranks[0].groups for name, shape in group.items()}
+        # Files of a split model have the shapes of its parts.
+        shapes = (
+            {name: shape for group in ranks[0].groups for name, shape in group.items()}
+            if len(ranks) == 1
+            else {}
         )
+        merged, rest, states, groups = universal(found.universal, shapes)
         layers.rename_ties(merged, 0)
         stored |= merged
     _check_whole(directory, stored)
@@ -168,6 +173,11 @@ def _check_same_weights(opened: OpenedFiles, stored: dict[str, StoredTensor]) ->
                 where=str(opened.directory),
                 fix="files of two saves or of two ranks have been mixed up; copy all of them again",
             )
+
+
+def version_of(directory: Path) -> str:
+    """Return the version of DeepSpeed that wrote a checkpoint; "unknown" where it does not say."""
+    return str(load(find(directory).ranks[0].model[0]).get("ds_version", "unknown"))
 
 
 close_content = _opened.cache_clear

@@ -128,9 +128,10 @@ def missing(path: Path, like: Path) -> CheckpointError:
 
 def _two(one: Path, other: Path) -> CheckpointError:
     return CheckpointError(
-        f"{one.name} and {other.name} are of the same rank: {one.parent} has files of two saves.",
+        f"{one.name} and {other.name} are of the same rank: {one.parent} has files of two saves, or it is a universal "
+        "copy without its directory `zero`.",
         where=str(one.parent),
-        fix="remove the files of the older one, or load another checkpoint (tag)",
+        fix="copy the checkpoint again, or load another one (tag)",
     )
 
 

@@ -13,7 +13,7 @@ from launcher.comm.plain import encode
 
 logger = logging.getLogger("launcher")
 
-_OWN = {
+OWN = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *(
         "shared_params",
@@ -33,7 +33,10 @@ _OWN = {
     ),
 }
 """Keys of DeepSpeed's; all others are the client state of the script."""
-_OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "maximize")
+_OPTIONS = (
+    *("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "maximize"),
+    *("alpha", "centered", "lambd", "t0", "momentum_decay", "lr_decay", "rho", "initial_lr"),
+)
 """Options of a param group that mean the same here."""
 _OPTIMIZERS: dict[frozenset[str], tuple[str, ...]] = {
     frozenset(("exp_avg", "exp_avg_sq")): ("AdamW", "Adam"),
@@ -78,7 +81,7 @@ def meta_of(
         for key, value in state.items()
         if isinstance(value, Tensor) and key != "step"
     )
-    client = {key: value for key, value in model.items() if key not in _OWN}
+    client = {key: value for key, value in model.items() if key not in OWN}
     left = sorted(key for key, value in client.items() if not plain(value))
     if left:
         logger.warning(

@@ -45,6 +45,7 @@ def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
             zipfile.BadZipFile,
             EOFError,
             NotImplementedError,
+            ValueError,
         ) as error:  # a changed header says anything
             damaged = str(error)
         if damaged:

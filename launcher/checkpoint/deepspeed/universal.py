@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from launcher.checkpoint.deepspeed.layout import Shapes, whole
 from launcher.checkpoint.deepspeed.opened import States, step_of, wrong
 from launcher.checkpoint.deepspeed.sharded import Place
 from launcher.checkpoint.deepspeed.unpickle import load_any
+from launcher.errors import CheckpointError
 
 REST = "optimizer_state.pt"
 WEIGHTS, STEP = "fp32", "step"
@@ -36,18 +37,19 @@ def universal(directory: Path, shapes: Shapes) -> tuple[Place, dict[str, Any], S
     stored: Place = {}
     states: States = {}
     count = _count_of_steps(rest)
-    for of_parameter in sorted(path for path in directory.iterdir() if path.is_dir()):
-        name = of_parameter.name
-        found = {
-            path.stem: _shaped(_tensor(path), shapes.get(name)) for path in sorted(of_parameter.glob("*.pt"))
-        }
-        if WEIGHTS not in found:
-            raise wrong(of_parameter, f"has no {WEIGHTS}.pt: the weights of {name} are missing")
+    folders = {path.name: path for path in sorted(directory.iterdir()) if path.is_dir()}
+    files = {name: {path.stem: path for path in sorted(path.glob("*.pt"))} for name, path in folders.items()}
+    known = set().union(*files.values())
+    for name in [*folders, *(name for name in shapes if name not in folders)]:
+        _check_files(directory / name, files.get(name, {}), known)
+        found = {state: _tensor(path) for state, path in files[name].items()}
         for state, tensor in found.items():
             if state == STEP:
                 stored[f"scalar/step/{name}"] = whole(tensor.float().reshape(()))
-            else:
-                stored[f"model/{name}" if state == WEIGHTS else f"optimizer/{state}/{name}"] = whole(tensor)
+                continue
+            shape = shapes.get(name, found[WEIGHTS].shape)
+            shaped = _shaped(tensor, shape, files[name][state])
+            stored[f"model/{name}" if state == WEIGHTS else f"optimizer/{state}/{name}"] = whole(shaped)
         if STEP not in found and len(found) > 1 and count is not None:
             stored[f"scalar/step/{name}"] = whole(torch.tensor(float(count)))
         if len(found) > len(states.get(0, {})) + 1:
@@ -63,12 +65,23 @@ def _count_of_steps(rest: dict[str, Any]) -> int | None:
     return step_of([*(states or {}).values(), *groups])
 
 
-def _shaped(tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
-    return (
-        tensor.view(shape)
-        if shape is not None and tensor.dim() == 1 and tensor.numel() == math.prod(shape)
-        else tensor
-    )
+def _check_files(folder: Path, found: Mapping[str, Path], known: set[str]) -> None:
+    """Check that a parameter has its weights, and all states that others have or, without a gradient, none."""
+    lacking = {WEIGHTS} - {*found} or (known - {*found} if len(found) > 1 else set())
+    if lacking:
+        names = ", ".join(f"{state}.pt" for state in sorted(lacking))
+        raise CheckpointError(
+            f"{folder} has no {names}.",
+            where=str(folder),
+            fix="convert the checkpoint again, or copy all of its files",
+        )
+
+
+def _shaped(tensor: Tensor, shape: Sequence[int], path: Path) -> Tensor:
+    """Return a tensor in its shape; what was converted from stage 3 is flat."""
+    if tuple(tensor.shape) != tuple(shape) and not (tensor.dim() == 1 and tensor.numel() == math.prod(shape)):
+        raise wrong(path, f"has the shape {list(tensor.shape)}, and the parameter {list(shape)}")
+    return tensor.view(tuple(shape))
 
 
 def _tensor(path: Path) -> Tensor:

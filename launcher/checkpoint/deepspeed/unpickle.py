@@ -64,7 +64,12 @@ def load_any(path: Path) -> Any:
                 where=str(path),
                 fix="if you trust the file, load it where that class is known, remove the object, and save it again",
             ) from None
-        raise _damaged(path, error) from error
+        what = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{path} is not made of tensors and plain values, and nothing else is loaded: {what}",
+            where=str(path),
+            fix="it is damaged, or it holds objects, which can run code; copy it again from where you trust it",
+        ) from error
     except (
         OSError,
         RuntimeError,

@@ -5,6 +5,7 @@ One file is in memory at a time. Where parameters lie in it is said by `layout.p
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -15,16 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from launcher.checkpoint.deepspeed.layout import FlatRange, Shapes, equal_parts, ranges
+from launcher.checkpoint.deepspeed.meta import OWN
 from launcher.checkpoint.deepspeed.pickling import fragment, loss_scaler, save
 from launcher.checkpoint.deepspeed.universal import REST, STEP, WEIGHTS
 from launcher.checkpoint.names import LATEST_FILE, TMP, UNIVERSAL_FILE
 from launcher.checkpoint.slices import FlatSlice
-from launcher.checkpoint.source import SourceCheckpoint
+from launcher.checkpoint.source import SourceCheckpoint, there_already
 from launcher.errors import CheckpointError
+
+logger = logging.getLogger("launcher")
 
 VERSION = "0.19.8"
 """Of the DeepSpeed whose layout this is."""
@@ -42,6 +47,7 @@ def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> 
     Raises:
         CheckpointError: DeepSpeed has no such files for it.
     """
+    _check_client_state(stored)
     kind = {torch.bfloat16: "bf16_"}.get(stored.dtype, "")
     with _new(out, stored.tag, LATEST_FILE) as directory:
         for rank in range(ranks if stage == 3 else 1):
@@ -59,6 +65,8 @@ def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> 
 def write_universal(stored: SourceCheckpoint, out: Path) -> Path:
     """Write the universal layout, which DeepSpeed loads at stages 1 to 3 on any number of ranks, where its JSON has
     `"checkpoint": {"load_universal": true}`; return the directory of the tag."""
+    _check_client_state(stored)
+    _check_names(stored)
     groups = _options(stored)
     counts = {n: {"step": torch.tensor(_step(stored, names))} for n, names in enumerate(stored.groups)}
     rest = {"param_groups": groups, "optimizer_state_dict": {"state": counts, "param_groups": groups}}
@@ -80,26 +88,51 @@ def write_universal(stored: SourceCheckpoint, out: Path) -> Path:
 @contextmanager
 def _new(out: Path, tag: str, *latest: str) -> Iterator[Path]:
     """Make a directory that gets its name when it is complete; then the files of `latest` name it."""
-    directory, unfinished = out / tag, out / f"{TMP}{tag}"
+    directory, unfinished = out / tag, out / f"{TMP}{tag}.{os.getpid()}"
     if directory.exists():
-        raise CheckpointError(
-            f"{directory} is there already.", where=str(directory), fix="name another directory to write into"
-        )
-    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+        raise there_already(directory)
+    for left in out.glob(f"{TMP}{tag}.*"):  # by exports that were killed
+        if not (left.suffix[1:].isdigit() and psutil.pid_exists(int(left.suffix[1:]))):
+            shutil.rmtree(left, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
+        if directory.exists():
+            raise there_already(directory)
         unfinished.rename(directory)
         for name in latest:
+            if (out / name).is_file() and (before := (out / name).read_text().strip()) != tag:
+                logger.warning("%s names %s now; it named %s", out / name, tag, before)
             (out / name).write_text(tag)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save tells a full disk as the latter
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{directory} cannot be written: {error.strerror}.",
-            where=str(error.filename or directory),
-            fix="free space on the disk, or write into another directory",
+            f"{directory} cannot be written: {reason}.",
+            where=str(getattr(error, "filename", None) or directory),
+            fix="is there space on the disk, and is it a directory that you may write into? Or name another one",
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_client_state(stored: SourceCheckpoint) -> None:
+    """Check that no key of the script's is one of DeepSpeed's, which has both in one dict."""
+    if taken := sorted(set(stored.meta["client_state"]) & OWN):
+        raise CheckpointError(
+            f"The client state has keys that DeepSpeed uses for itself: {', '.join(taken)}.",
+            where=str(stored.path),
+            fix="save the checkpoint with other keys in its client state",
+        )
+
+
+def _check_names(stored: SourceCheckpoint) -> None:
+    """Check that the names of parameters can name directories."""
+    if odd := [name for name in stored.shapes if Path(name).name != name or name in (".", "..")]:
+        raise CheckpointError(
+            f"The universal layout has a directory for each parameter, and {odd[0]!r} cannot name one.",
+            where=str(stored.path),
+            fix="export it with --format deepspeed",
+        )
 
 
 # ---- the model's file ---------------------------------------------------------------------------
@@ -109,11 +142,12 @@ def _model_state(stored: SourceCheckpoint, stage: int, rank: int, ranks: int) ->
     module: dict[str, Tensor] = OrderedDict()
     frozen = {name: stored.shapes[name] for name in stored.frozen}
     fragments: dict[str, Tensor] | None = {} if stage else None
-    for name in stored.shapes:
-        module[name] = torch.empty(0, dtype=stored.dtype) if stage == 3 else torch.empty(stored.shapes[name])
+    for name, shape in stored.shapes.items():
+        shape, dtype = ((0,), stored.dtype) if stage == 3 else (shape, torch.float32)
+        module[name] = torch.empty(shape, dtype=stored.dtype_of(name, dtype))
     if stage != 3:
         stored.load({f"model/{name}": tensor for name, tensor in module.items()})
-        module = OrderedDict((name, tensor.to(stored.dtype)) for name, tensor in module.items())
+        module = OrderedDict((n, tensor.to(stored.dtype_of(n, stored.dtype))) for n, tensor in module.items())
     if fragments is not None:
         fragments |= (
             _fragments(stored, module, frozen, rank, ranks) if stage == 3 else {n: module[n] for n in frozen}
@@ -121,6 +155,7 @@ def _model_state(stored: SourceCheckpoint, stage: int, rank: int, ranks: int) ->
     buffers = stored.buffers()
     module |= {**buffers, **{other: module[name] for other, name in stored.tied.items() if name in module}}
     return {
+        **stored.meta["client_state"],
         "module": module,
         "buffer_names": list(buffers),
         "optimizer": _whole_optimizer(stored) if not stage else None,
@@ -143,7 +178,6 @@ def _model_state(stored: SourceCheckpoint, stage: int, rank: int, ranks: int) ->
         "ds_config": stored.config,
         "ds_version": VERSION,
         "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
-        **stored.meta["client_state"],
     }
 
 
