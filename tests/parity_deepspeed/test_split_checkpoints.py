@@ -33,8 +33,7 @@ def go_on(ctx: RankContext, root: Path, kind: str, tp: int, further: int, layout
     return told
 
 
-@pytest.mark.parametrize("kind", ["tp", "pp"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "kind"), [(2, "tp"), (4, "tp"), (4, "pp")])
 def test_losses_go_on(pool: WorkerPool, tmp_path: Path, world: int, kind: str) -> None:
     theirs = run_deepspeed("split_saves", [str(tmp_path), kind], world, tmp_path)
     for number, case in cases_of(kind):
