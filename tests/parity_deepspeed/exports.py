@@ -15,7 +15,6 @@ CASES: list[dict[str, Any]] = [
     {"kind": "tied", "stage": 2, "format": "deepspeed", "theirs": 0},
     {"kind": "groups", "stage": 3, "format": "deepspeed", "theirs": 0},
     {"kind": "groups", "stage": 3, "format": "deepspeed", "theirs": 1},
-    {"kind": "groups", "stage": 2, "format": "deepspeed", "theirs": 0, "dtype": "bf16"},
     {"kind": "frozen", "stage": 1, "format": "deepspeed", "theirs": 2},
     {"kind": "tied", "stage": 0, "format": "deepspeed", "theirs": 2, "dtype": "bf16"},
     {"kind": "groups", "stage": 2, "format": "deepspeed", "theirs": 3},
@@ -24,7 +23,7 @@ CASES: list[dict[str, Any]] = [
     {"kind": "plain", "stage": 3, "format": "universal", "theirs": 2, "dtype": "bf16"},
     {"kind": "tied", "stage": 1, "format": "universal", "theirs": 3},
 ]
-CONVERTED = (2, 6)  # their numbers
+CONVERTED = (2, 5)  # their numbers
 
 
 def go_on(deepspeed: Any, root: Path) -> list[dict[str, Any]]:

@@ -48,6 +48,13 @@ def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> 
         CheckpointError: DeepSpeed has no such files for it.
     """
     _check_client_state(stored)
+    if not stage and stored.dtype != torch.float32:
+        raise CheckpointError(
+            f"{stored.path} is of a run in 16 bits, whose files at stage 0 depend on the class of its optimizer in "
+            "DeepSpeed.",
+            where=str(stored.path),
+            fix="write --stage 1, or --format universal",
+        )
     kind = {torch.bfloat16: "bf16_"}.get(stored.dtype, "")
     with _new(out, stored.tag, LATEST_FILE) as directory:
         for rank in range(ranks if stage == 3 else 1):
@@ -290,12 +297,9 @@ def _mapping(place: _Flats, number: int) -> dict[str, Any]:
 
 
 def _whole_optimizer(stored: SourceCheckpoint) -> dict[str, Any] | None:
-    """Return the optimizer's state as stage 0 saves it: by parameter, numbered over all groups; flat in 16 bits."""
+    """Return the optimizer's state as stage 0 saves it: by parameter, numbered over all groups."""
     if not stored.groups:
         return None
-    if stored.dtype != torch.float32:
-        flats, base = _flat_state(stored, _flats(stored, 1, 0, 1))
-        return {**_of_optimizer(stored), "optimizer_state_dict": base, "fp32_groups_flat": flats}
     numbers = {name: number for number, name in enumerate(name for names in stored.groups for name in names)}
     states: dict[int, dict[str, Tensor]] = {number: {} for number in numbers.values()}
     tensors: dict[str, Tensor] = {}
