@@ -61,7 +61,9 @@ class SourceCheckpoint:
         """Fill tensors, by their names in the checkpoint; those that it does not have stay as they are."""
         wanted = {name: tensor for name, tensor in tensors.items() if name in self.entries}
         if wanted:
-            store.load(self.directory, self.tag, wanted, strict=False, compared=True, local=True)
+            store.load(
+                self.directory, self.tag, wanted, strict=False, compared=True, local=True, stay_open=True
+            )
 
     @cached_property
     def groups(self) -> list[list[str]]:

@@ -219,6 +219,7 @@ def load(
     node: dist.ProcessGroup | None = None,
     compared: bool = False,
     local: bool = False,
+    stay_open: bool = False,
 ) -> None:
     """Read the checkpoint DIRECTORY/TAG into `tensors`, in place. Collective over `group`, unless `local`.
 
@@ -230,6 +231,7 @@ def load(
         node: the ranks of this node, when `directory` is another one on each node.
         compared: `find` has just compared its bytes with their checksums.
         local: this process alone reads, whatever groups there are.
+        stay_open: keep DeepSpeed's files open: more is read from them, one load after the other.
 
     Raises:
         CheckpointError: on every rank: names are missing, shapes differ, or a file is corrupted.
@@ -250,7 +252,8 @@ def load(
     try:
         _read(where, metadata, tensors, ranks, strict)
     finally:
-        formats.close(where)
+        if not stay_open:
+            formats.close(where)
 
 
 def _read(where: Path, metadata: Metadata, tensors: TensorMap, ranks: CollectiveErrors, strict: bool) -> None:

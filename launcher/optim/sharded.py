@@ -92,8 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for slot, start, stop in flat.overlaps(flat.owned):
                 self.tensors[slot.name] = nn.Parameter(zero_.expand(stop - start))
         groups = list(groups)
-        self._names = [list(group["names"]) for group in groups]
-        self._group_of = {name: i for i, names in enumerate(self._names) for name in names}
+        self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
         self._inner_step = self.inner.step
         engine_optimizers.update((self, self.inner))
@@ -335,14 +334,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return held + sum(state.held_bytes for state in self.states.values() if not state.shown)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options of the param groups and the names of their parameters, in the caller's order; tensors go
-        through checkpoints, by parameter name."""
-        return {
-            "param_groups": [
-                {k: v for k, v in group.items() if k != "params"} for group in self.param_groups
-            ],
-            "names": self._names,
-        }
+        """Return options and parameter names of the groups, in order; tensors go through checkpoints, by name."""
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        names = [[name for name, at in self._group_of.items() if at == i] for i in range(len(options))]
+        return {"param_groups": options, "names": names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if len(state_dict["param_groups"]) != len(self.param_groups):

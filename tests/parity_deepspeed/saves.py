@@ -67,11 +67,11 @@ def arguments_of(case: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return {"optimizer": torch.optim.AdamW(groups, lr=1e-2)}
 
 
-def steps(engine: Any, first: int, count: int) -> list[float]:
-    """Losses of steps over all ranks."""
+def steps(engine: Any, first: int, count: int, tp: int = 1) -> list[float]:
+    """Losses of steps over all ranks; `tp` of them have the same data."""
     rank, world, losses = dist.get_rank(), dist.get_world_size(), []
     for step in range(first, first + count):
-        (ids,) = share(batch(step, sequences=4) % 61, rank, world)
+        (ids,) = share(batch(step, sequences=4) % 61, rank // tp, world // tp)
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()

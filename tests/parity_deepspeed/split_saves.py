@@ -60,20 +60,9 @@ def arguments_of(case: dict[str, Any], model: Any) -> dict[str, Any]:
 
 def steps(engine: Any, case: dict[str, Any], tp: int, first: int, count: int) -> list[float]:
     """Losses of steps over all ranks."""
-    rank, ways = dist.get_rank() // tp, dist.get_world_size() // tp
-    losses = []
-    for step in range(first, first + count):
-        if "pp" in case:
-            losses.append(float(engine.train_batch(_row(step, engine))))
-            continue
-        (ids,) = share(batch(step, sequences=4) % 61, rank, ways)
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().float().clone()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / dist.get_world_size())
-    return losses
+    if "pp" not in case:
+        return saves.steps(engine, first, count, tp)
+    return [float(engine.train_batch(_row(step, engine))) for step in range(first, first + count)]
 
 
 def _row(step: int, engine: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,19 +27,19 @@ def unsharded(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]
     masters = state.get("fp32_groups_flat")
     stored: Place = {}
     if masters:
-        _check_one_group(opened, len(masters) == 1 or bool(opened.groups))
+        _check_one_group(opened, len(masters) == 1)
         shapes = {name: tuple(opened.module[name].shape) for name in opened.parameters}
-        parted = opened.groups or [shapes]
-        found = list(ranges(parted, [[flat.numel()] for flat in masters], None))
+        found = list(ranges([shapes], [[masters[0].numel()]], None))
+        (number,) = states or (0,)
 
-        def put(kind: str, flats: Sequence[Tensor]) -> None:
-            place(stored, opened.files.model, kind, found, shapes, lambda one: flats[one.group])
+        def put(kind: str, flat: Tensor) -> None:
+            place(stored, opened.files.model, kind, found, shapes, lambda _: flat)
 
-        put("model", masters)
-        of_group = [states.get(number, {}) for number in (sorted(states) or range(len(masters)))]
-        for key in [key for key, value in of_group[0].items() if is_flat(value)]:
-            put(f"optimizer/{key}", [state[key] for state in of_group])
-        numbers = {name: (sorted(states) or [0])[one] for one, group in enumerate(parted) for name in group}
+        put("model", masters[0])
+        for key, value in states.get(number, {}).items():
+            if is_flat(value):
+                put(f"optimizer/{key}", value)
+        numbers = dict.fromkeys(opened.parameters, number)
     else:
         # DeepSpeed writes no names here; launcher's export does.
         names = [name for group in opened.groups for name in group] or opened.parameters
