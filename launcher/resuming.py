@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.checkpoint import store
 from launcher.checkpoint.deepspeed.files import is_deepspeed
+from launcher.checkpoint.names import META_FILE
 from launcher.checkpoint.tags import latest_tag
 from launcher.comm.plain import decode
 from launcher.config import Config
@@ -38,48 +39,55 @@ class Resuming:
 
         Raises:
             ConfigError: nothing is there.
-            CheckpointError: it is damaged, or no recipe's.
+            CheckpointError: it is damaged.
         """
         place = _place(args.resume, checkpoints, own=own)
         if place is None:
             return None
-        _refuse_deepspeed(*place)
         found = cls(*place, decode(store.peek(*place)))
         found._check()
         return found
 
     def _check(self) -> None:
-        """Check a checkpoint: a script's says nothing of the data, and a damaged one without checksums may say
-        anything."""
-        config, client = (self.meta.get(key) for key in ("config", "client_state"))
-        lacks = [
-            key for key in BATCH_KEYS if not isinstance(config, dict) or not isinstance(config.get(key), int)
-        ]
-        lacks += [key for key in ("data", "tokens") if not isinstance(client, dict) or key not in client]
+        """Check the meta of a checkpoint: a damaged one without checksums may say anything."""
+        counters = ("global_steps", "global_samples", "micro_steps", "world_size")
+        lacks = [key for key in counters if not isinstance(self.meta.get(key), int)]
+        lacks += [key for key in ("config", "client_state") if not isinstance(self.meta.get(key), dict)]
         if lacks:
             raise CheckpointError(
-                f"The checkpoint was not written by a recipe: its meta.json has no {', '.join(lacks)}.",
+                f"meta.json of the checkpoint is damaged: it has no {', '.join(lacks)}.",
                 where=str(self.directory / (self.tag or latest_tag(self.directory) or "")),
-                fix="name a checkpoint of a recipe; a script loads its own checkpoints",
+                fix="name another checkpoint (tag)",
             )
 
     @property
     def client_state(self) -> Mapping[str, Any]:
-        """Return the client state of the recipe."""
+        """Return the client state: of the recipe, or of a script."""
         found: Mapping[str, Any] = self.meta["client_state"]
         return found
 
+    @property
+    def is_of_recipe(self) -> bool:
+        """Return whether it says where in the data the run was; a script's and DeepSpeed's say how much was read."""
+        return all(key in self.client_state for key in ("data", "tokens"))
 
-def _refuse_deepspeed(directory: Path, tag: str | None) -> None:
-    """Refuse a checkpoint of DeepSpeed's, before its files are opened: it does not say where the data were."""
-    place = directory / (tag or latest_tag(directory) or "")
-    if is_deepspeed(place):
-        raise CheckpointError(
-            f"{place} is a DeepSpeed checkpoint, and recipes resume only what a recipe saved.",
-            where="--resume",
-            fix=f"start from its weights: python -m launcher.checkpoint.fp32 {directory} OUT "
-            "--safe_serialization; put config.json and the tokenizer into OUT, and pass --model OUT",
-        )
+    @property
+    def samples(self) -> int:
+        """Return the sequences that the run had read, over all ranks."""
+        return int(self.meta["global_samples"])
+
+    @property
+    def batch(self) -> dict[str, int]:
+        """Return the batch keys of the run. A JSON of DeepSpeed's has two of the three, or "auto": counters say the
+        rest."""
+        said = {key: self.meta["config"].get(key) for key in BATCH_KEYS}
+        said = {key: value for key, value in said.items() if isinstance(value, int)}
+        steps = max(1, int(self.meta["global_steps"]))
+        accumulation = said.get(ACCUMULATION) or max(1, int(self.meta["micro_steps"]) // steps)
+        ranks = max(1, int(self.meta["world_size"]))
+        train = said.get(TRAIN) or self.samples // steps or said.get(MICRO, 1) * accumulation * ranks
+        micro = said.get(MICRO) or max(1, train // (accumulation * ranks))
+        return {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
 
 
 def written_batch(config: Config) -> dict[str, Any]:
@@ -101,7 +109,7 @@ def keep_batch(
     Raises:
         ConfigError: it is wanted and cannot be done.
     """
-    was = {key: int(resuming.meta["config"][key]) for key in BATCH_KEYS}
+    was = resuming.batch
     written = written_batch(config)
     micro = written[MICRO] if isinstance(written[MICRO], int) else was[MICRO]
     accumulation = written[ACCUMULATION] if isinstance(written[ACCUMULATION], int) else 1
@@ -159,7 +167,8 @@ def _place(wanted: str | None, checkpoints: Path, *, own: bool) -> tuple[Path, s
     for directory in (path, path / "checkpoints"):
         if store.has_latest(directory):
             return directory, None
-    if (path / "meta.json").is_file():
+    if (path / META_FILE).is_file() or is_deepspeed(path):
+        path = path.resolve()
         return path.parent, path.name
     raise ConfigError(
         f"--resume: {path} is not a checkpoint",

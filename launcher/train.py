@@ -279,11 +279,14 @@ class Training:
         path, client = self.engine.load_checkpoint(
             resuming.directory, resuming.tag, allow_model_changes=self.run.args.allow_model_changes
         )
+        if resuming.is_of_recipe:
+            place, self.tokens = client["data"], client["tokens"]
+        else:  # how much was read, and not what
+            place, self.tokens = self.loader.after(resuming.samples), resuming.samples * self.width
         if not self.identity.is_other(was := client.get("data_of")):
-            self.loader.load_state_dict(client["data"])
-        for line in self.identity.changes(was, client["data"]):
+            self.loader.load_state_dict(place)
+        for line in self.identity.changes(was, place):
             self.run.say(f"WARNING {line}")
-        self.tokens = client["tokens"]
         self.run.say(f"resumed from {path} at step {self.engine.global_steps}")
 
     def _check_tokenizer(self, resuming: Resuming) -> None:

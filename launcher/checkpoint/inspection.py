@@ -79,7 +79,7 @@ class Inspected:
         rows = [
             ("step", f"{meta.get('global_steps')}, after {meta.get('global_samples')} samples"),
             ("skipped steps", str(meta.get("skipped_steps") or "")),
-            ("ranks" if "launcher" in self.kind else "data-parallel ranks", str(meta.get("world_size"))),
+            ("data-parallel ranks" if "writer" in meta else "ranks", str(meta.get("world_size"))),
             ("ZeRO stage", str(((meta.get("config") or {}).get("zero_optimization") or {}).get("stage", ""))),
             *(
                 (kind, f"{n} tensors, {size:,} elements{self._dtypes(kind)}")
@@ -143,7 +143,7 @@ def inspect(directory: Path, tag: str | None, *, verify: bool) -> Inspected:
     }
     found = Inspected(
         path,
-        _kind(path),
+        _kind(path, meta),
         {key: decode(value) for key, value in meta.items()},
         tensors,
         sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
@@ -158,13 +158,11 @@ def _number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _kind(path: Path) -> str:
+def _kind(path: Path, meta: dict[str, Any]) -> str:
     if not is_deepspeed(path):
         return "a launcher checkpoint"
-    from launcher.checkpoint.deepspeed.content import version_of
-
-    layout = "universal DeepSpeed" if (path / "zero").is_dir() else "DeepSpeed"
-    return f"a {layout} checkpoint, of version {version_of(path)}"
+    layout = ", in its universal layout" if (path / "zero").is_dir() else ""
+    return f"a checkpoint of {meta['writer']}{layout}"
 
 
 def _iteration(schedule: Any) -> str:

@@ -155,7 +155,9 @@ def peek(directory: Path, tag: str | None) -> dict[str, Any]:
     chosen = tag if tag is not None else tags.tag_to_load(directory)[0]
     if chosen is None:
         raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
-    return tags.read_meta(tags.tag_path(directory, chosen)).meta
+    where = tags.tag_path(directory, chosen)
+    meta = formats.deepspeeds_meta(where)
+    return tags.read_meta(where).meta if meta is None else meta
 
 
 def has_latest(directory: Path) -> bool:

@@ -45,7 +45,7 @@ class Identity:
         at = f"sequence {place['samples']:,} of epoch {place['epoch']}"
         if was is None:
             return [
-                f"the checkpoint does not say which data it was trained on; continuing at {at} of the current data"
+                f"the checkpoint does not say which data it was trained on: continuing at {at} of the present data"
             ]
         if self.is_other(was):
             return [

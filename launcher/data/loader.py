@@ -130,6 +130,11 @@ class GlobalBatchLoader:
         self.epoch, self.samples = int(state["epoch"]), int(state["samples"])
         self._roll_over()
 
+    def after(self, samples: int) -> dict[str, int]:
+        """Return the place after so many sequences, over all ranks and epochs, of a run with this global batch."""
+        of_epoch = self.steps_per_epoch * self.global_batch
+        return {"epoch": samples // of_epoch, "samples": samples % of_epoch}
+
     def _microbatches(self) -> list[Batch]:
         share = self.global_batch // self.dp_degree
         start = self.dp_rank * share

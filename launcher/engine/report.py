@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,13 @@ def announce(engine: Engine) -> None:
     """Log on rank 0 what a script's engine runs on; recipes print it themselves."""
     if engine.mesh.rank == 0:
         logger.info("launcher's engine: ranks %s; batch %s", ranks(engine), batch(engine))
+
+
+def loaded(engine: Engine, path: Path, meta: Mapping[str, Any]) -> None:
+    """Log on rank 0 what a script has loaded; recipes print it themselves."""
+    if engine.mesh.rank == 0 and not engine.quiet:
+        writer = meta.get("writer", "launcher")
+        logger.info("loaded %s: step %s, written by %s", path, meta["global_steps"], writer)
 
 
 def parameters(engine: Engine) -> int:

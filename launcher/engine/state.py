@@ -13,6 +13,7 @@ from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
 from launcher.cluster.secret import without_secrets
 from launcher.comm.plain import decode, encode
+from launcher.engine import report
 from launcher.engine.fitting import Stored, look, parts_of
 from launcher.engine.random_state import random_states, restore_random_states
 from launcher.engine.rates import tell_rates
@@ -95,6 +96,7 @@ def load_state(
     tell_rates(engine, meta, optimizer=stepper is not None, scheduler=scheduler)
     if counters:
         _restore(engine, meta, rng)
+    report.loaded(engine, path, meta)
     return str(path), meta["client_state"]
 
 

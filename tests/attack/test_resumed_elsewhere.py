@@ -13,6 +13,8 @@ from rich.console import Console
 from torch import Tensor
 
 import launcher
+from launcher.checkpoint.deepspeed.write import write_ranks
+from launcher.checkpoint.source import SourceCheckpoint
 from launcher.checkpoint.store import load_meta
 from launcher.cli.recipe_flags import training_parser
 from launcher.data.identity import Identity
@@ -87,6 +89,29 @@ def test_fewer_ranks_keep_the_global_batch(pool: WorkerPool, tmp_path: Path) -> 
     assert batches == [8, 4]
     assert "8 sequences a step, as in the checkpoint: gradient_accumulation_steps is 4 in place of 2" in said
     assert got == pytest.approx(want[SAVED:], rel=1e-5)
+
+
+def test_a_run_of_deepspeeds_goes_on_in_a_recipe(pool: WorkerPool, tmp_path: Path) -> None:
+    """Its checkpoint says how many sequences were read, and the batch in other keys."""
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    for path in (whole, half):
+        path.mkdir()
+    _, want, _ = pool.run(train, 2, whole, CONFIG, STEPS)[0]
+    first_half(pool, half)
+    write_ranks(SourceCheckpoint(half / "out" / "checkpoints"), tmp_path / "theirs", 2, 2)
+    (file,) = (tmp_path / "theirs").rglob("*model_states.pt")
+    content = torch.load(file, weights_only=False)
+    for key in ("data", "data_of", "tokens", "total_steps", "tokenizer", "batch_keys"):
+        del content[key]
+    content["ds_config"] = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}
+    torch.save(content, file)
+    for number, source in enumerate((tmp_path / "theirs", file.parent)):
+        out = tmp_path / str(number)
+        out.mkdir()
+        (said, got, batches), *_ = pool.run(train, 1, out, CONFIG, STEPS, "--resume", str(source))
+        assert batches == [8, 4] and got == pytest.approx(want[SAVED:], rel=1e-5)
+        assert "8 sequences a step, as in the checkpoint" in said
+        assert "does not say which data it was trained on: continuing at sequence 16 of epoch 0" in said
 
 
 def test_another_batch_is_told_where_it_is_not_kept(

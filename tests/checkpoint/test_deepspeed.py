@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -21,7 +20,6 @@ from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from launcher.checkpoint.store import load_meta
 from launcher.comm.plain import decode
 from launcher.errors import CheckpointError
-from launcher.resuming import Resuming
 from tests.checkpoint import deepspeed_files
 from tests.checkpoint.deepspeed_files import STEPS, values_of, write
 from tests.engine.driving import CPU, config_of, whole_state
@@ -315,10 +313,3 @@ def test_the_optimizer_that_made_the_states() -> None:
     assert types("momentum_buffer") == ["SGD"]
     assert types("") is None
     assert types("row col") == ["an optimizer with the states col, row"]
-
-
-def test_a_recipe_says_what_to_do_instead(tmp_path: Path) -> None:
-    model = model_of("plain")
-    write(tmp_path, model, values_of(model), stage=1, ranks=1)
-    with pytest.raises(CheckpointError, match="is a DeepSpeed checkpoint, and recipes resume only"):
-        Resuming.wanted(argparse.Namespace(resume=str(tmp_path)), tmp_path / "none")

@@ -109,7 +109,7 @@ def test_a_checkpoint_of_deepspeeds_is_imported(tmp_path: Path, capsys: pytest.C
         told.append(json.loads(capsys.readouterr().out))
     one, other = told
     assert [one["format"], other["format"]] == [
-        "a DeepSpeed checkpoint, of version 0.19.8",
+        "a checkpoint of DeepSpeed 0.19.8",
         "a launcher checkpoint",
     ]
     assert one["checksums_verified"] and one["tensors"] == other["tensors"]

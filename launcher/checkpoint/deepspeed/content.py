@@ -19,7 +19,6 @@ from launcher.checkpoint.deepspeed.opened import OpenedFiles, States
 from launcher.checkpoint.deepspeed.pipeline import Layers, stages_and_splits
 from launcher.checkpoint.deepspeed.sharded import Place, frozen, sharded
 from launcher.checkpoint.deepspeed.universal import universal
-from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.checkpoint.deepspeed.unsharded import unsharded
 from launcher.errors import CheckpointError
 
@@ -173,11 +172,6 @@ def _check_same_weights(opened: OpenedFiles, stored: dict[str, StoredTensor]) ->
                 where=str(opened.directory),
                 fix="files of two saves or of two ranks have been mixed up; copy all of them again",
             )
-
-
-def version_of(directory: Path) -> str:
-    """Return the version of DeepSpeed that wrote a checkpoint; "unknown" where it does not say."""
-    return str(load(find(directory).ranks[0].model[0]).get("ds_version", "unknown"))
 
 
 close_content = _opened.cache_clear

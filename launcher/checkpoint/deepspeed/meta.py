@@ -102,6 +102,7 @@ def meta_of(
         if groups
         else None,
         "world_size": int(model.get("dp_world_size", 1)),
+        "writer": f"DeepSpeed {model.get('ds_version', 'of an unknown version')}",
         "config": config,
         "model": None,
         "tied": dict(tied),
