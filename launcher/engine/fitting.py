@@ -18,6 +18,7 @@ from launcher.engine.whole import of_stages
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
 from launcher.models.settings import differences, settings_of
+from launcher.optim.saved_groups import saved_groups
 from launcher.optim.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def look(
         _check_shapes(path, stored, mine, read if strict else set())
         if optimizer:
             _check_optimizer(engine, path, meta)
+            if meta["optimizer"] is not None and engine.optimizer is not None:
+                saved_groups(meta["optimizer"], engine.optimizer.state_dict()["names"])
             _check_states(engine, path, stored, strict=strict)
         return stored
 

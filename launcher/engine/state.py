@@ -22,6 +22,7 @@ from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
 from launcher.models.settings import settings_of
 from launcher.offload.offloaded import OffloadedSlice, PrefetchWindow, in_turn
+from launcher.optim.saved_groups import saved_groups, schedule_of
 from launcher.zero import ParamSlice
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def load_state(
             _take_numbers(engine, tensors)
     engine.zero.publish()
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(meta["scheduler"])
+        engine.lr_scheduler.load_state_dict(_schedule(engine, meta))
     tell_rates(engine, meta, optimizer=stepper is not None, scheduler=scheduler)
     if counters:
         _restore(engine, meta, rng)
@@ -141,6 +142,15 @@ def _restore(engine: Engine, meta: dict[str, Any], rng: dict[str, Tensor]) -> No
         setattr(engine, name, meta[name])
     engine.loss_scaler.load_state_dict(meta["loss_scale"])
     restore_random_states(rng, engine.device)
+
+
+def _schedule(engine: Engine, meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the schedule, with the rates of this run's param groups."""
+    state, optimizer = meta["scheduler"], meta["optimizer"]
+    if optimizer is None or engine.optimizer is None:
+        return dict(state)
+    groups = saved_groups(optimizer, engine.optimizer.state_dict()["names"])
+    return schedule_of(state, groups, len(optimizer["param_groups"]))
 
 
 def _rng_to_load(engine: Engine, stored: Stored) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import Pending
-from launcher.errors import ConfigError, MisplacedCallError
+from launcher.errors import MisplacedCallError
 from launcher.offload.offloaded import OffloadedSlice
 from launcher.optim import one_pass
 from launcher.optim.states import FlatState
@@ -340,11 +340,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"param_groups": options, "names": names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if len(state_dict["param_groups"]) != len(self.param_groups):
-            found = len(state_dict["param_groups"])
-            raise ConfigError(f"the checkpoint has {found} param groups, not {len(self.param_groups)}")
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        """Take the options of the param groups: of those that the parameters were in, in whatever order.
+
+        Raises:
+            CheckpointError: they were in several groups, with other options.
+        """
+        from launcher.optim.saved_groups import saved_groups
+
+        found = saved_groups(state_dict, self.state_dict()["names"])
+        for group, number in zip(self.param_groups, found, strict=True):
             # JSON has no tuples: keep the kind that the optimizer uses
+            saved = state_dict["param_groups"][number]
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
 
 

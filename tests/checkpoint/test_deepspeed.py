@@ -248,8 +248,9 @@ def test_damage_is_told_by_its_file(tmp_path: Path) -> None:
 def test_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
     model = model_of("plain")
     directory = write(tmp_path, model, values_of(model), stage=1, ranks=1)
-    (directory / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="layers of experts"):
+    file = directory / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(file, weights_only=False) | {"ds_autoep_layers": [{"moe_layer_id": 0}]}, file)
+    with pytest.raises(CheckpointError, match="experts that AutoEP spread"):
         open_content(directory)
 
 

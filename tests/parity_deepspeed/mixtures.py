@@ -50,11 +50,13 @@ class Classifier(nn.Module):
     Args:
         moe: `deepspeed.moe.layer.MoE`, of either side.
         arguments: of it.
+        balance: weight of the loss that evens out the experts' load; it depends on how rows lie on ranks.
     """
 
-    def __init__(self, moe: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, moe: Any, arguments: dict[str, Any], balance: float = 0.1, seed: int = 5) -> None:
         super().__init__()
-        torch.manual_seed(5)
+        torch.manual_seed(seed)
+        self.balance = balance
         self.first = nn.Linear(WIDTH, WIDTH)
         expert = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
         self.layers = nn.ModuleList(
@@ -67,7 +69,7 @@ class Classifier(nn.Module):
         for layer in self.layers:
             made, loss, _ = layer(x)
             x, balance = x + made, balance + loss
-        return F.cross_entropy(self.last(x.mean(1)), wanted) + 0.1 * balance
+        return F.cross_entropy(self.last(x.mean(1)).float(), wanted) + self.balance * balance
 
 
 def train(initialize: Any, moe: Any) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Runs of split models (AutoTP, PipelineModule) that the real DeepSpeed begins and saves; universal copies of them."""
+"""Runs of split models (AutoTP, PipelineModule, experts) that the real DeepSpeed begins and saves; universal copies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parity_deepspeed import rows, saves
+from tests.parity_deepspeed.mixtures import CLASSES, TOKENS, WIDTH, Classifier
 from tests.pool.reference import batch, share
 
 BEFORE, AFTER = saves.BEFORE, saves.AFTER
@@ -22,16 +23,26 @@ CASES: list[dict[str, Any]] = [
     {"tp": 1, "pp": 2, "stage": 0, "kind": "plain"},
     {"tp": 1, "pp": 2, "stage": 1, "kind": "tied"},
     {"tp": 1, "pp": 2, "stage": 1, "kind": "plain", "dtype": "bf16"},
+    {"tp": 1, "ep": 2, "stage": 0, "kind": "plain"},
+    {"tp": 1, "ep": 1, "stage": 1, "kind": "plain"},
+    {"tp": 1, "ep": 2, "stage": 2, "kind": "plain"},
+    {"tp": 1, "ep": 2, "stage": 1, "kind": "plain", "dtype": "bf16"},
 ]
 
 
 def cases_of(kind: str) -> list[tuple[int, dict[str, Any]]]:
-    """The cases of a kind, with their numbers."""
-    return [(number, case) for number, case in enumerate(CASES) if ("pp" in case) == (kind == "pp")]
+    """The cases of a kind, "tp", "pp" or "ep", with their numbers."""
+    return [
+        (number, case)
+        for number, case in enumerate(CASES)
+        if kind == next((key for key in ("pp", "ep") if key in case), "tp")
+    ]
 
 
 def config_of(case: dict[str, Any], world: int, tp: int, stage: int) -> dict[str, Any]:
-    if "pp" in case:
+    if "ep" in case:
+        config = saves.config_of({**case, "stage": stage}, world)
+    elif "pp" in case:
         config = rows.config_of(stage, tied=case["kind"] == "tied")
         config |= {"train_micro_batch_size_per_gpu": 4 // world, "gradient_clipping": 0.0}
     else:
@@ -47,7 +58,11 @@ def config_of(case: dict[str, Any], world: int, tp: int, stage: int) -> dict[str
     return config
 
 
-def build(case: dict[str, Any], pipe: Any, seed: int = 0) -> Any:
+def build(case: dict[str, Any], pipe: Any, moe: Any, seed: int = 0, ranks: int = 2) -> Any:
+    """The model. `pipe` and `moe`: DeepSpeed's module of pipelines and its class of experts, of either side."""
+    if "ep" in case:
+        told = {"ep_size": min(case["ep"], ranks), "k": 1, "drop_tokens": False, "use_rts": False}
+        return Classifier(moe, told, balance=0.0, seed=seed)
     if "pp" in case:
         torch.manual_seed(seed)
         return rows.module_of(pipe, tied=case["kind"] == "tied")
@@ -60,9 +75,24 @@ def arguments_of(case: dict[str, Any], model: Any) -> dict[str, Any]:
 
 def steps(engine: Any, case: dict[str, Any], tp: int, first: int, count: int) -> list[float]:
     """Losses of steps over all ranks."""
+    if "ep" in case:
+        return [_classified(engine, step) for step in range(first, first + count)]
     if "pp" not in case:
         return saves.steps(engine, first, count, tp)
     return [float(engine.train_batch(_row(step, engine))) for step in range(first, first + count)]
+
+
+def _classified(engine: Any, step: int) -> float:
+    """Loss of a step of a model with experts, on this rank's part of four rows."""
+    torch.manual_seed(100 * step)
+    x, wanted = torch.randn(4, TOKENS, WIDTH), torch.randint(CLASSES, (4,))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    loss = engine(x.chunk(world)[rank].to(engine.module.first.weight.dtype), wanted.chunk(world)[rank])
+    engine.backward(loss)
+    engine.step()
+    mean = loss.detach().float().clone()
+    dist.all_reduce(mean)
+    return mean.item() / world
 
 
 def _row(step: int, engine: Any) -> Any:
@@ -73,12 +103,13 @@ def _row(step: int, engine: Any) -> Any:
 
 
 def begin(deepspeed: Any, root: Path, kind: str) -> list[list[float]]:
-    """Run, save and go on with every case of a kind, "tp" or "pp"; return the losses after the save."""
+    """Run, save and go on with every case of a kind; return the losses after the save."""
     import deepspeed.pipe as pipe
+    from deepspeed.moe.layer import MoE
 
     told = []
     for number, case in cases_of(kind):
-        model, world = build(case, pipe), dist.get_world_size()
+        model, world = build(case, pipe, MoE), dist.get_world_size()
         config = {
             **config_of(case, world, case["tp"], case["stage"]),
             "zero_force_ds_cpu_optimizer": False,
@@ -88,7 +119,9 @@ def begin(deepspeed: Any, root: Path, kind: str) -> list[list[float]]:
         engine.save_checkpoint(str(root / str(number)))
         told.append(steps(engine, case, case["tp"], BEFORE, AFTER))
         # Without the files of layers nothing says which layers are tied.
-        if case["stage"] and dist.get_rank() == 0 and not ("pp" in case and case["kind"] == "tied"):
+        # Experts it does not convert.
+        left = ("pp" in case and case["kind"] == "tied") or "ep" in case
+        if case["stage"] and dist.get_rank() == 0 and not left:
             _convert(root / str(number))
         dist.barrier()
         engine.destroy()

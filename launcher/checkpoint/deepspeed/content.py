@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint.deepspeed.cuts import cut_of, joined, plain_info
+from launcher.checkpoint.deepspeed.experts import stacked, stacked_name
 from launcher.checkpoint.deepspeed.files import find
 from launcher.checkpoint.deepspeed.layout import StoredTensor, whole
 from launcher.checkpoint.deepspeed.meta import meta_of
@@ -19,7 +20,7 @@ from launcher.checkpoint.deepspeed.opened import OpenedFiles, States
 from launcher.checkpoint.deepspeed.pipeline import Layers, stages_and_splits
 from launcher.checkpoint.deepspeed.sharded import Place, frozen, sharded
 from launcher.checkpoint.deepspeed.universal import universal
-from launcher.checkpoint.deepspeed.unsharded import unsharded
+from launcher.checkpoint.deepspeed.unsharded import of_experts, unsharded
 from launcher.errors import CheckpointError
 
 
@@ -77,7 +78,11 @@ def _opened(directory: Path, files: object) -> Content:
         stored |= merged
     _check_whole(directory, stored)
     _check_steps(directory, stored)
-    names = [] if found.layers else ranks[0].groups  # of all stages they would be needed
+    stored = stacked(stored, directory)
+    named: list[Any] = [group["names"] for group in groups if "names" in group] or ranks[0].groups
+    if found.layers:
+        named = []  # of all stages they would be needed
+    names = [list(dict.fromkeys(map(stacked_name, group))) for group in named]
     return Content(stored, meta_of(ranks[0].model, rest, groups, states, ranks[0].tied, names))
 
 
@@ -86,7 +91,7 @@ def _of_rank(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]:
     if opened.optimizers:
         stored, (states, groups) = sharded(opened), opened.base_state(0)
     else:
-        stored, states, groups = unsharded(opened)
+        stored, states, groups = (of_experts if opened.files.whole_optimizer else unsharded)(opened)
     stored |= frozen(opened)
     for name in opened.parameters:
         if f"model/{name}" not in stored and (opened.module[name].numel() or not opened.groups):

@@ -15,7 +15,8 @@ K = TypeVar("K")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
-_EXPERTS = re.compile(r"layer_\d+_expert_\d+_.*\.pt|expp_rank_.*\.pt")
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OF_EXPERTS = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,20 @@ class RankFiles:
     Attributes:
         model: data-parallel rank -> the model's state. Without ZeRO 3, rank 0 has all of it.
         optimizer: data-parallel rank -> its part of the optimizer's state; {} without ZeRO.
+        whole_optimizer: expert-parallel rank -> the state of its optimizer, where there are experts and no ZeRO.
+        experts: (layer, expert) -> its weights.
     """
 
     model: dict[int, Path] = field(default_factory=dict)
     optimizer: dict[int, Path] = field(default_factory=dict)
+    whole_optimizer: dict[int, Path] = field(default_factory=dict)
+    experts: dict[tuple[int, int], Path] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Path]:
+        """Return all files."""
+        parts = (self.model, self.optimizer, self.whole_optimizer, self.experts)
+        return [path for part in parts for path in part.values()]
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Files:
     @property
     def all(self) -> list[Path]:
         """Return all files, in the order of the ranks."""
-        own = [path for rank in self.ranks for path in (*rank.model.values(), *rank.optimizer.values())]
+        own = [path for rank in self.ranks for path in rank.all]
         merged = sorted(self.universal.rglob("*.pt")) if self.universal else []
         return [*own, *self.layers.values(), *merged]
 
@@ -66,8 +77,6 @@ def find(directory: Path) -> Files:
         CheckpointError: a file is missing, or the checkpoint is of a kind that is not read.
     """
     names = sorted(path.name for path in directory.iterdir())
-    if any(map(_EXPERTS.fullmatch, names)):
-        raise _unread(directory, "layers of experts, in files of their own")
     ranks: dict[int, RankFiles] = defaultdict(RankFiles)
     layers: dict[tuple[int, int], Path] = {}
     universal = directory / "zero"
@@ -81,7 +90,13 @@ def find(directory: Path) -> Files:
             _put(ranks[int(match[2])].optimizer, int(match[1]), path)
         elif match := _LAYER.fullmatch(name):
             _put(layers, (int(match[1]), int(match[2] or 0)), path)
+        elif match := _EXPERT.fullmatch(name):
+            _put(ranks[int(match[3])].experts, (int(match[1]), int(match[2])), path)
+        elif match := _OF_EXPERTS.fullmatch(name):
+            _put(ranks[int(match[2])].whole_optimizer, int(match[1]), path)
     _check_all_there(directory, ranks)
+    if len(ranks) > 1 and any(rank.experts for rank in ranks.values()):
+        raise unread(directory, "experts of a split model")
     return Files(
         directory, [ranks[n] for n in sorted(ranks)], layers, universal if universal.is_dir() else None
     )
@@ -106,11 +121,13 @@ def _check_all_there(directory: Path, ranks: Mapping[int, RankFiles]) -> None:
             like = next(iter((last.model or last.optimizer).values()))
             raise missing(directory / re.sub(r"mp_rank_\d+", f"mp_rank_{number:02d}", like.name), like)
     for rank in ranks.values():
-        for found in (rank.model, rank.optimizer):
+        for found in (rank.model, rank.optimizer, rank.whole_optimizer):
             for number in range(max(found, default=-1)):
                 if number not in found:
                     like = found[max(found)]
-                    raise missing(directory / re.sub(r"pp_rank_\d+", f"pp_rank_{number}", like.name), like)
+                    raise missing(
+                        directory / re.sub(r"pp_rank_\d+", f"pp_rank_{number}", like.name, count=1), like
+                    )
     for number, rank in ranks.items():
         if not rank.model:
             like = rank.optimizer[0]
@@ -120,7 +137,7 @@ def _check_all_there(directory: Path, ranks: Mapping[int, RankFiles]) -> None:
 def missing(path: Path, like: Path) -> CheckpointError:
     """Return the error for a file that another one says there must be."""
     return CheckpointError(
-        f"{path} is missing: {like.name} was written by a run of more ranks.",
+        f"{path} is missing: {like.name} was written beside it.",
         where=str(path.parent),
         fix="copy the files of all nodes into one directory, or load another checkpoint (tag)",
     )
@@ -135,7 +152,7 @@ def _two(one: Path, other: Path) -> CheckpointError:
     )
 
 
-def _unread(directory: Path, what: str) -> CheckpointError:
+def unread(directory: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{directory} is a checkpoint of DeepSpeed's with {what}, which launcher does not read yet.",
         where=str(directory),

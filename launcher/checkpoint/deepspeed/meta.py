@@ -25,6 +25,8 @@ OWN = {
     ),
     *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
     *(
+        "num_experts",
+        "ds_autoep_layers",
         "checkpoint_parallel_dimensions",
         "universal_checkpoint_info",
         "csr_tensor_module_names",
@@ -57,7 +59,7 @@ def meta_of(
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[Any, Mapping[str, Any]],
     tied: Mapping[str, str],
-    parameters: Sequence[Mapping[str, Any]] = (),
+    parameters: Sequence[Sequence[str]] = (),
 ) -> dict[str, Any]:
     """Return the meta of a checkpoint.
 
@@ -67,7 +69,7 @@ def meta_of(
         groups: the options of its param groups.
         states: of each of its tensors.
         tied: further names of parameters -> their first ones.
-        parameters: those of the param groups; (): they are not known.
+        parameters: their names, by param group; (): they are not known.
     """
     config = model.get("ds_config") if plain(model.get("ds_config")) else {}
     steps = int(model.get("global_steps", 0))

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from launcher.checkpoint.deepspeed.files import RankFiles, missing
+from launcher.checkpoint.deepspeed.experts import Experts
+from launcher.checkpoint.deepspeed.files import RankFiles, missing, unread
 from launcher.checkpoint.deepspeed.layout import Shapes
 from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.errors import CheckpointError
@@ -23,8 +24,9 @@ class OpenedFiles:
     Attributes:
         models: data-parallel rank -> what it wrote of the model.
         optimizers: data-parallel rank -> its part of the optimizer's state; {} without ZeRO.
-        module: its state dict; at stage 3 parameters are empty there. The rank of a PipelineModule wrote none:
-            `pipeline.py` puts it together.
+        experts: of its layers of experts.
+        module: its state dict, with the experts; at stage 3 parameters are empty there. The rank of a PipelineModule
+            wrote none: `pipeline.py` puts it together.
 
     Raises:
         CheckpointError: a file is damaged, missing, or of another run or save.
@@ -37,7 +39,9 @@ class OpenedFiles:
         module = self.model.get("module")
         if not isinstance(module, dict | None):
             raise wrong(found.model[0], "has no state of a module")
-        self.module: dict[str, Tensor] = module or {}
+        self.experts = Experts(found.experts)
+        self.module: dict[str, Tensor] = {**(module or {}), **self.experts.named}
+        self._check_experts()
         if self.optimizers:
             self._check_ranks()
 
@@ -58,7 +62,8 @@ class OpenedFiles:
 
     @property
     def groups(self) -> list[Shapes]:
-        """Return name -> shape of the trained parameters, by param group; [] at stage 0, which does not write them."""
+        """Return name -> shape of the trained parameters, by param group; [] at stage 0, which does not write them.
+        Experts are those of rank 0, under its numbers."""
         return [dict(group) for group in self.model.get("param_shapes") or ()]
 
     @cached_property
@@ -81,6 +86,17 @@ class OpenedFiles:
         skipped = {*self.buffers, *self.tied}
         return [name for name in self.module if name not in skipped]
 
+    def sharers(self, group: int) -> list[tuple[Shapes, list[int]]]:
+        """Return (name -> shape of parameters, the data-parallel ranks that share them) of a param group at stages 1
+        and 2: all ranks share what they all have, and some of them an expert."""
+        ranks, count = sorted(self.optimizers), self.optimizers[0].get("partition_count")
+        holders = count[group] if isinstance(count, list | tuple) else len(ranks)
+        degree = len(ranks) // holders
+        return [
+            (self.experts.globally(self.groups[group], rank, degree), ranks[rank::degree])
+            for rank in range(degree)
+        ]
+
     def base_state(self, rank: int) -> tuple[States, list[dict[str, Any]]]:
         """Return (number of a rank's flat tensor -> its states, the options of the param groups)."""
         state = self.optimizers[rank]
@@ -94,6 +110,16 @@ class OpenedFiles:
         if not isinstance(state, dict):
             raise wrong(path, "has no state of an optimizer")
         return state
+
+    def _check_experts(self) -> None:
+        """Check that there is a file of each expert, and that it is of a kind that is read."""
+        if self.model.get("ds_autoep_layers"):
+            raise unread(self.directory, "experts that AutoEP spread")
+        for layer, count in enumerate(self.model.get("num_experts") or () if self.files.experts else ()):
+            for expert in range(int(count)):
+                if (layer, expert) not in self.files.experts:
+                    name = f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+                    raise missing(self.directory / name, self.files.model[0])
 
     def _check_ranks(self) -> None:
         """Check that there is a file of each rank that wrote, and that all are of one save."""

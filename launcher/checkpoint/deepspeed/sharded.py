@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from launcher.checkpoint.deepspeed.layout import (
     FlatRange,
+    Shapes,
     StoredTensor,
     equal_parts,
     parts_of,
@@ -23,15 +25,18 @@ Place = dict[str, StoredTensor]
 
 def sharded(opened: OpenedFiles) -> Place:
     """Return master weights, states and step counts, by launcher's names."""
-    groups, first = opened.groups, opened.optimizers[0]
-    shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    groups, shapes = opened.groups, dict[str, tuple[int, ...]]()
     key = "fp32_flat_groups" if opened.is_stage_3 else "single_partition_of_fp32_groups"
     masters = [list(opened.optimizers[rank].get(key) or ()) for rank in sorted(opened.optimizers)]
     if opened.is_stage_3:
+        shapes |= {name: tuple(shape) for group in groups for name, shape in group.items()}
         found = list(equal_parts(groups, [flat.numel() for flat in masters[0]], len(masters)))
     else:
-        lengths = [[flats[group].numel() for flats in masters] for group in range(len(masters[0]))]
-        found = list(ranges(groups, lengths, first.get("param_alignment_paddings")))
+        found = []
+        for group in range(len(masters[0])):
+            for of_group, ranks in opened.sharers(group):
+                shapes |= {name: tuple(shape) for name, shape in of_group.items()}
+                found += _ranges(opened, group, of_group, ranks, masters)
     stored: Place = {f"model/{name}": StoredTensor(shape, torch.float32) for name, shape in shapes.items()}
 
     def put(kind: str, flats: list[list[Tensor]]) -> None:
@@ -50,6 +55,16 @@ def sharded(opened: OpenedFiles) -> Place:
         if one.group < len(steps) and (step := steps[one.group]) is not None:
             stored.setdefault(f"scalar/step/{one.name}", whole(torch.tensor(float(step))))
     return stored
+
+
+def _ranges(
+    opened: OpenedFiles, group: int, shapes: Shapes, ranks: list[int], masters: list[list[Tensor]]
+) -> list[FlatRange]:
+    """Return where the parameters of a group are that these ranks share."""
+    paddings = opened.optimizers[0].get("param_alignment_paddings")
+    lengths = [masters[rank][group].numel() for rank in ranks]
+    found = ranges([shapes], [lengths], None if paddings is None else [paddings[group]])
+    return [replace(one, rank=ranks[one.rank], group=group) for one in found]
 
 
 def frozen(opened: OpenedFiles) -> Place:

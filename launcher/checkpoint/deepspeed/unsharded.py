@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from launcher.checkpoint.deepspeed.files import missing
 from launcher.checkpoint.deepspeed.layout import ranges, whole
-from launcher.checkpoint.deepspeed.opened import OpenedFiles, States, step_of
+from launcher.checkpoint.deepspeed.opened import OpenedFiles, States, step_of, wrong
 from launcher.checkpoint.deepspeed.sharded import Place, is_flat, place
+from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.errors import CheckpointError
 
 
@@ -43,19 +47,63 @@ def unsharded(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]
     else:
         # DeepSpeed writes no names here; launcher's export does.
         names = [name for group in opened.groups for name in group] or opened.parameters
-        places = [number for group in groups for number in group["params"]]
-        _check_one_group(opened, (len(groups) == 1 or bool(opened.groups)) and len(places) == len(names))
-        numbers = dict(zip(names, places, strict=True))
-        for name, number in numbers.items():
-            for key, value in states.get(number, {}).items():
-                if isinstance(value, Tensor) and key != "step":
-                    _check_one_group(opened, value.shape == opened.module[name].shape)
-                    stored[f"optimizer/{key}/{name}"] = whole(value)
-    step = step_of([*states.values(), *groups])
-    for name, number in numbers.items():
-        if step is not None and number in states:
-            stored[f"scalar/step/{name}"] = whole(torch.tensor(float(step)))
+        _check_one_group(opened, len(groups) == 1 or bool(opened.groups))
+        numbers = _by_parameter(opened, stored, base, names)
+        groups = _named(groups, numbers)
+    _count(stored, base, numbers)
     return stored, states, groups
+
+
+def of_experts(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]:
+    """Return the same of a model with layers of experts. Each expert-parallel rank wrote a file: the states of what all
+    ranks have, and behind them those of its own experts."""
+    stored: Place = {}
+    states, groups = {}, []
+    files = opened.files.whole_optimizer
+    shared = [name for name in opened.parameters if name not in opened.experts.named]
+    for rank, path in sorted(files.items(), reverse=True):  # what all have is that of rank 0
+        base = load(path).get("optimizer")
+        if not isinstance(base, dict) or "state" not in base:
+            raise wrong(path, "has no state of the optimizer that launcher knows")
+        states, groups = dict(base["state"]), list(base["param_groups"])
+        kinds = [str(group.get("name")) if group.get("moe") else "" for group in groups]
+        _check_one_group(opened, kinds[0] == "" and "" not in kinds[1:] and len(set(kinds)) <= 2)
+        if (degree := re.fullmatch(r"ep_size_(\d+)", kinds[-1])) and len(files) < int(degree[1]):
+            raise missing(path.with_name(path.name.replace(f"_{rank}_", f"_{int(degree[1]) - 1}_", 1)), path)
+        numbers = _by_parameter(opened, stored, base, shared + opened.experts.share(rank, len(files)))
+        groups = _named(groups, numbers)
+        _count(stored, base, numbers)
+    return stored, states, groups
+
+
+def _by_parameter(
+    opened: OpenedFiles, stored: Place, base: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Put the states of an optimizer that has one for each parameter; return name -> number in it."""
+    places = [number for group in base["param_groups"] for number in group["params"]]
+    _check_one_group(opened, len(places) == len(names))
+    numbers = dict(zip(names, places, strict=True))
+    for name, number in numbers.items():
+        for key, value in base["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and key != "step":
+                _check_one_group(opened, value.shape == opened.module[name].shape)
+                stored[f"optimizer/{key}/{name}"] = whole(value)
+    return numbers
+
+
+def _named(groups: list[dict[str, Any]], numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the param groups with the names of their parameters."""
+    return [
+        {**g, "names": [name for name, number in numbers.items() if number in g["params"]]} for g in groups
+    ]
+
+
+def _count(stored: Place, base: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
+    """Put the count of steps of every parameter that has states."""
+    step = step_of([*base["state"].values(), *base["param_groups"]])
+    for name, number in numbers.items():
+        if step is not None and number in base["state"]:
+            stored[f"scalar/step/{name}"] = whole(torch.tensor(float(step)))
 
 
 def _check_one_group(opened: OpenedFiles, fits: bool) -> None:

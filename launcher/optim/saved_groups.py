@@ -1,0 +1,72 @@
+"""Param groups of a checkpoint, and those of the run that loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launcher.errors import CheckpointError
+
+LABELS = {"name", "moe"}
+"""Options that say nothing of a step."""
+
+
+def saved_groups(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[int]:
+    """Return the number of the saved group whose options each group of a run has.
+
+    A script may make its groups in another order, or fewer of them: DeepSpeed puts experts into groups of their own.
+
+    Args:
+        saved: param_groups, and the names of their parameters, unless an older version wrote them.
+        names: of this rank's parameters, by group.
+
+    Raises:
+        CheckpointError: the parameters of a group were in several ones, with other options.
+    """
+    options, own = list(saved["param_groups"]), saved.get("names")
+    if own is None:
+        _check_count(len(options), len(names))
+        return list(range(len(names)))
+    number_of = {name: number for number, group in enumerate(own) for name in group}
+    found = []
+    for at, group in enumerate(names):
+        numbers = dict.fromkeys(number_of[name] for name in group if name in number_of)
+        if not numbers:  # of another pipeline stage
+            _check_count(len(options), len(names))
+        several = {number: _telling(options[number]) for number in numbers}
+        first = next(iter(several), at)
+        if other := next((n for n, option in several.items() if option != several[first]), None):
+            raise CheckpointError(
+                f"the parameters of param group {at} were in the groups {first} and {other} of the checkpoint, which "
+                f"differ: {_difference(several[first], several[other])}",
+                fix="make the param groups as they were, or pass load_optimizer_states=False",
+            )
+        found.append(first)
+    return found
+
+
+def schedule_of(state: Mapping[str, Any], groups: Sequence[int], count: int) -> dict[str, Any]:
+    """Return the state of a schedule whose lists of rates are those of these groups, of `count` that were saved."""
+    return {
+        key: [value[number] for number in groups]
+        if key.endswith(("lr", "lrs")) and isinstance(value, list) and len(value) == count
+        else value
+        for key, value in state.items()
+    }
+
+
+def _check_count(saved: int, here: int) -> None:
+    if saved != here:
+        raise CheckpointError(
+            f"the checkpoint has {saved} param groups, not {here}",
+            fix="make the param groups as they were, or pass load_optimizer_states=False",
+        )
+
+
+def _telling(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in LABELS}
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    differing = [key for key in one if one[key] != other.get(key)]
+    return ", ".join(f"{key} {one[key]} and {other.get(key)}" for key in differing)
