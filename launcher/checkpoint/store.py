@@ -19,14 +19,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from launcher.checkpoint import formats, tags
-from launcher.checkpoint.checksums import FileChecksum, HashingFileSystem, check_sizes
-from launcher.checkpoint.ranks import CollectiveErrors, Disagreement, root_cause
+from launcher.checkpoint.checksums import FileChecksum, check_sizes
+from launcher.checkpoint.ranks import CollectiveErrors, Disagreement
 from launcher.checkpoint.reader import (
     TensorLoadPlanner,
     check_fit,
@@ -35,6 +33,7 @@ from launcher.checkpoint.reader import (
 )
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import latest_tag, list_tags, prune
+from launcher.checkpoint.writer import CheckpointWriter
 from launcher.errors import CheckpointError
 
 __all__ = ["find", "has_latest", "latest_tag", "list_tags", "load", "load_meta", "peek", "prune", "save"]
@@ -281,28 +280,6 @@ class _PartialPlanner(dcp.DefaultSavePlanner):
         return self.global_plan, self.metadata
 
 
-class _CheckpointWriter(dcp.FileSystemWriter):
-    """torch's writer with errors for people, and without this machine's path in the checkpoint."""
-
-    def __init__(self, directory: Path, who: str) -> None:
-        super().__init__(directory, sync_files=True, thread_count=1)
-        self._who = who
-        self.fs: HashingFileSystem = HashingFileSystem()
-
-    def storage_meta(self) -> StorageMeta | None:
-        return None
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            raise CheckpointError(
-                f"The checkpoint could not be written{self._who}: {root_cause(error)}",
-                where=str(self.path),
-                fix="free some space or save elsewhere; earlier checkpoints are intact",
-            ) from error
-
-
 def _quietly(work: Callable[[], T]) -> T:
     with warnings.catch_warnings():
         # torch warns that one process alone saves or loads in one process.
@@ -346,7 +323,7 @@ def _check_separate(temporary: Path, ranks: CollectiveErrors) -> None:
 
 def _write(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> tuple[Metadata, Stamps]:
     """Write what this rank has; also: the checksums of the files that it wrote."""
-    writer = _CheckpointWriter(temporary, "" if ranks.alone else f" on rank {ranks.rank}")
+    writer = CheckpointWriter(temporary, "" if ranks.alone else f" on rank {ranks.rank}")
     kind = dcp.DefaultSavePlanner if ranks.node is None else _PartialPlanner
     planner = kind(flatten_state_dict=False)
     metadata = _quietly(

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.checkpoint import Metadata
 
 from launcher.checkpoint.deepspeed.cuts import cut_of, joined, plain_info
 from launcher.checkpoint.deepspeed.experts import stacked, stacked_name
 from launcher.checkpoint.deepspeed.files import find
-from launcher.checkpoint.deepspeed.layout import StoredTensor, whole
+from launcher.checkpoint.deepspeed.layout import Place, StoredTensor, whole
+from launcher.checkpoint.deepspeed.mapped import MappedFiles
 from launcher.checkpoint.deepspeed.meta import meta_of
 from launcher.checkpoint.deepspeed.opened import OpenedFiles, States
 from launcher.checkpoint.deepspeed.pipeline import Layers, stages_and_splits
-from launcher.checkpoint.deepspeed.sharded import Place, frozen, sharded
+from launcher.checkpoint.deepspeed.sharded import frozen, sharded
 from launcher.checkpoint.deepspeed.universal import universal
 from launcher.checkpoint.deepspeed.unsharded import of_experts, unsharded
 from launcher.errors import CheckpointError
@@ -31,10 +34,22 @@ class Content:
     Attributes:
         stored: name -> logical tensor.
         meta: as in launcher's own meta.json.
+        files: that they are in.
     """
 
     stored: dict[str, StoredTensor]
     meta: dict[str, Any]
+    files: list[Path]
+
+    @cached_property
+    def mapping(self) -> MappedFiles:
+        """Return where the files are in memory."""
+        return MappedFiles(self.files)
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """Return names, shapes, dtypes and boxes, as torch.distributed.checkpoint has them."""
+        return Metadata({name: stored.entry for name, stored in self.stored.items()})
 
 
 def open_content(directory: Path) -> Content:
@@ -83,7 +98,7 @@ def _opened(directory: Path, files: object) -> Content:
     if found.layers:
         named = []  # of all stages they would be needed
     names = [list(dict.fromkeys(map(stacked_name, group))) for group in named]
-    return Content(stored, meta_of(ranks[0].model, rest, groups, states, ranks[0].tied, names))
+    return Content(stored, meta_of(ranks[0].model, rest, groups, states, ranks[0].tied, names), found.all)
 
 
 def _of_rank(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]:

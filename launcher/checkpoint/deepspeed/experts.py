@@ -16,16 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
-from launcher.checkpoint.deepspeed.layout import Shapes, StoredTensor
+from launcher.checkpoint.deepspeed.layout import Place, Shapes, StoredTensor
 from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.errors import CheckpointError
 from launcher.models.stacked_names import JOINED
 
-Place = dict[str, StoredTensor]
 _EXPERT = re.compile(r"(.*\bdeepspeed_moe\.experts\.)deepspeed_experts\.(\d+)\.(.*)")
 
 
-class Experts:
+class ExpertFiles:
     """What is in the files of experts.
 
     Args:

@@ -13,10 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from launcher.tensor.rectangles import rectangles
 
@@ -49,6 +55,19 @@ class StoredTensor:
     dtype: torch.dtype
     parts: list[Part] = field(default_factory=list)
 
+    @cached_property
+    def by_offsets(self) -> dict[tuple[int, ...], Part]:
+        """Return the parts by where they begin, once all are there."""
+        return {part.offsets: part for part in self.parts}
+
+    @cached_property
+    def entry(self) -> TensorStorageMetadata:
+        """Return the parts as torch.distributed.checkpoint describes them."""
+        chunks = [
+            ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in self.parts
+        ]
+        return TensorStorageMetadata(TensorProperties(dtype=self.dtype), torch.Size(self.shape), chunks)
+
     @property
     def is_whole(self) -> bool:
         """Return whether the parts are all of it."""
@@ -66,6 +85,10 @@ class StoredTensor:
             if not ours.to(theirs.dtype).equal(theirs):
                 return False
         return True
+
+
+Place = dict[str, StoredTensor]
+"""Logical tensors by launcher's names."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from launcher.checkpoint.deepspeed.experts import Experts
+from launcher.checkpoint.deepspeed.experts import ExpertFiles
 from launcher.checkpoint.deepspeed.files import RankFiles, missing, unread
 from launcher.checkpoint.deepspeed.layout import Shapes
 from launcher.checkpoint.deepspeed.unpickle import load
@@ -39,7 +39,7 @@ class OpenedFiles:
         module = self.model.get("module")
         if not isinstance(module, dict | None):
             raise wrong(found.model[0], "has no state of a module")
-        self.experts = Experts(found.experts)
+        self.experts = ExpertFiles(found.experts)
         self.module: dict[str, Tensor] = {**(module or {}), **self.experts.named}
         self._check_experts()
         if self.optimizers:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from launcher.checkpoint.deepspeed.layout import StoredTensor
+from launcher.checkpoint.deepspeed.layout import Place, StoredTensor
 from launcher.checkpoint.deepspeed.opened import OpenedFiles, plain_dict, wrong
-from launcher.checkpoint.deepspeed.sharded import Place
 from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.errors import CheckpointError
 

@@ -6,26 +6,19 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import Metadata, StorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from launcher.checkpoint.deepspeed.content import Content, open_content
 from launcher.checkpoint.deepspeed.files import find
-from launcher.checkpoint.deepspeed.layout import Part, StoredTensor
+from launcher.checkpoint.deepspeed.layout import Part
 from launcher.errors import CheckpointError
 
 
 def metadata_of(directory: Path) -> Metadata:
     """Return what a checkpoint of DeepSpeed's holds: names, shapes, dtypes, and its boxes."""
-    return Metadata({name: _entry(stored) for name, stored in open_content(directory).stored.items()})
+    return open_content(directory).metadata
 
 
 def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
@@ -62,11 +55,6 @@ class DeepSpeedReader(StorageReader):
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._content: Content = open_content(directory)
-        self._parts = {
-            MetadataIndex(name, torch.Size(part.offsets)): part
-            for name, stored in self._content.stored.items()
-            for part in stored.parts
-        }
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between loads."""
@@ -87,13 +75,15 @@ class DeepSpeedReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            part: Part = self._parts[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+            stored = self._content.stored[item.storage_index.fqn]
+            part: Part = stored.by_offsets[tuple(item.storage_index.offset or ())]
             data = part.data
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 data = data.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
             target.copy_(data if part.scale == 1 else data / part.scale)
             planner.commit_tensor(item, target)
+            self._content.mapping.let_go(data)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -101,8 +91,3 @@ class DeepSpeedReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return Path(checkpoint_id).is_dir()
-
-
-def _entry(stored: StoredTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in stored.parts]
-    return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from launcher.checkpoint.deepspeed.layout import (
     FlatRange,
+    Place,
     Shapes,
     StoredTensor,
     equal_parts,
@@ -19,8 +20,6 @@ from launcher.checkpoint.deepspeed.layout import (
     whole,
 )
 from launcher.checkpoint.deepspeed.opened import OpenedFiles, plain_dict, step_of, wrong
-
-Place = dict[str, StoredTensor]
 
 
 def sharded(opened: OpenedFiles) -> Place:

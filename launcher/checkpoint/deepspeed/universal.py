@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.checkpoint.deepspeed.layout import Shapes, whole
+from launcher.checkpoint.deepspeed.layout import Place, Shapes, whole
 from launcher.checkpoint.deepspeed.opened import States, step_of, wrong
-from launcher.checkpoint.deepspeed.sharded import Place
 from launcher.checkpoint.deepspeed.unpickle import load_any
 from launcher.errors import CheckpointError
 

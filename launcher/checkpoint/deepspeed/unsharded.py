@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint.deepspeed.files import missing
-from launcher.checkpoint.deepspeed.layout import ranges, whole
+from launcher.checkpoint.deepspeed.layout import Place, ranges, whole
 from launcher.checkpoint.deepspeed.opened import OpenedFiles, States, step_of, wrong
-from launcher.checkpoint.deepspeed.sharded import Place, is_flat, place
+from launcher.checkpoint.deepspeed.sharded import is_flat, place
 from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.errors import CheckpointError
 

@@ -1,0 +1,50 @@
+"""Memory of files that torch.load has mapped: what has been read of it counts as this process's until it is let go."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from bisect import bisect
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+MAPS = Path("/proc/self/maps")
+
+
+class MappedFiles:
+    """Where files are in this process's memory. Not known but on Linux; then nothing is let go."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        names = {str(path.resolve()) for path in files}
+        lines = MAPS.read_text().splitlines() if MAPS.exists() else []
+        found = [line.split(maxsplit=5) for line in lines]
+        self._ranges = sorted(_range(parts[0]) for parts in found if len(parts) == 6 and parts[5] in names)
+
+    def let_go(self, tensor: Tensor) -> None:
+        """Give back the memory of a tensor that has been copied. It is read again where it is needed again."""
+        spread = zip(tensor.shape, tensor.stride(), strict=True)
+        first, elements = tensor.data_ptr(), 1 + sum((size - 1) * stride for size, stride in spread)
+        last = first + elements * tensor.element_size()
+        at = bisect(self._ranges, (first, last))
+        inside = [
+            (low, high)
+            for low, high in self._ranges[max(0, at - 1) : at + 1]
+            if low <= first and last <= high
+        ]
+        # whole pages: their neighbours' are not read twice
+        start, stop = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+        if inside and start < stop and tensor.numel():  # memory of another kind would be lost
+            _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    return int(low, 16), int(high, 16)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
