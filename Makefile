@@ -42,7 +42,7 @@ mutants: $(VENV)/.installed-test
 # Against the real DeepSpeed: needs a C++ compiler.
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m tests.parity_deepspeed.operators
-	LAUNCHER_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity_deepspeed --full --timeout 1000
+	LAUNCHER_TEST_PARITY=1 $(PYTEST) tests/parity_deepspeed --full --timeout 1000 --durations 20
 
 # DeepSpeed's own unit tests on both engines, from a checkout: make upstream DEEPSPEED=DIR. Hours on two cores.
 upstream: $(VENV)/.installed-parity

@@ -13,7 +13,9 @@ from launcher.errors import ConfigError, shortened
 if TYPE_CHECKING:
     from launcher.checkpoint.source import SourceCheckpoint
 
-FORMATS = ("universal", "deepspeed", "fp32")
+FORMATS = ("universal", "deepspeed", "hf", "fp32")
+OF_FORMAT = {"stage": "deepspeed", "ranks": "deepspeed", "model": "hf", "dtype": "hf"}
+"""Flag -> the format that it belongs to."""
 INSPECT = """\
 Shows what a directory of checkpoints holds: launcher's own, or DeepSpeed's. Nothing is changed, and no code of the
 files runs."""
@@ -25,6 +27,8 @@ formats:
               where its JSON has "checkpoint": {"load_universal": true}.
   deepspeed   The files that DeepSpeed writes at --stage S on --ranks N. DeepSpeed resumes from them at that stage on
               N ranks; zero_to_fp32.py and ds_to_universal read them.
+  hf          A model that from_pretrained reads: safetensors in --dtype, with the config.json and the tokenizer of
+              --model, which is the one that was trained.
   fp32        The weights alone, as safetensors in fp32. With the model's config.json beside them from_pretrained reads
               them."""
 IMPORT = """\
@@ -61,6 +65,12 @@ def export_parser() -> FlagParser:
         metavar="N",
         help="how many ranks will resume from --format deepspeed (default: 1)",
     )
+    parser.add_argument(
+        "--model", metavar="M", help="the model of --format hf: a directory with config.json, or a name"
+    )
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="of the weights of --format hf (default: the run's)"
+    )
     return parser
 
 
@@ -87,11 +97,7 @@ def inspect(argv: Sequence[str]) -> int:
 def export(argv: Sequence[str]) -> int:
     """Run `launch export`; returns 0."""
     flags = export_parser().parse_args(argv)
-    if flags.format != "deepspeed" and (flags.stage is not None or flags.ranks is not None):
-        raise ConfigError(
-            f"--stage and --ranks belong to --format deepspeed, and this is --format {flags.format}",
-            fix="leave them out, or write --format deepspeed",
-        )
+    _check_flags(flags)
     if flags.format == "fp32":
         from launcher.checkpoint.fp32 import convert_zero_checkpoint_to_fp32_state_dict
         from launcher.checkpoint.source import there_already
@@ -101,6 +107,9 @@ def export(argv: Sequence[str]) -> int:
             raise there_already(there[0])
         convert_zero_checkpoint_to_fp32_state_dict(directory, flags.out, safe_serialization=True, tag=tag)
         print(f"wrote the weights of {flags.directory} into {flags.out}, in fp32")
+        return 0
+    if flags.format == "hf":
+        _export_model(flags)
         return 0
     _export_state(flags)
     return 0
@@ -113,6 +122,30 @@ def import_(argv: Sequence[str]) -> int:
 
     print(f"wrote {copy(*_chosen(flags), Path(flags.out))}")
     return 0
+
+
+def _check_flags(flags: Any) -> None:
+    for name, of in OF_FORMAT.items():
+        if getattr(flags, name) is not None and flags.format != of:
+            raise ConfigError(
+                f"--{name} belongs to --format {of}, and this is --format {flags.format}",
+                fix=f"leave it out, or write --format {of}",
+            )
+    if flags.format == "hf" and flags.model is None:
+        raise ConfigError(
+            "--format hf needs --model: a checkpoint has no config.json and no tokenizer",
+            fix="name the directory of the model that was trained; --format fp32 writes the weights alone",
+        )
+
+
+def _export_model(flags: Any) -> None:
+    from launcher.checkpoint.hub_model import write_model
+    from launcher.checkpoint.source import SourceCheckpoint
+    from launcher.engine.dtypes import DTYPES
+
+    stored = SourceCheckpoint(*_chosen(flags))
+    dtype = write_model(stored, flags.model, Path(flags.out), DTYPES.get(flags.dtype))
+    print(f"wrote {flags.out}, in {str(dtype).removeprefix('torch.')}: from_pretrained reads it")
 
 
 def _export_state(flags: Any) -> None:

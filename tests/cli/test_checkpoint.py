@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import launcher
 from launcher.checkpoint.deepspeed.content import open_content
 from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from launcher.cli.main import main
+from launcher.data.tokenizer import byte_tokenizer
+from launcher.models import build
+from launcher.models.build import load_config
 from tests.checkpoint.deepspeed_files import values_of, write
 from tests.checkpoint.test_deepspeed import assembled, model_of
 from tests.engine.driving import CPU, config_of, whole_state
@@ -225,3 +230,34 @@ def test_nothing_is_overwritten(
     assert {path: path.read_bytes() for path in sorted(copy.rglob("*")) if path.is_file()} == before
     assert main(["inspect", str(tmp_path / "none")]) == 2
     assert "is not a directory" in capsys.readouterr().err
+
+
+def test_a_model_that_from_pretrained_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mixture of experts, whose tensors the Hub has one by one; and what is refused."""
+    embedded = Path(build.__file__).with_name(build.EMBEDDED["default-moe"])
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 16}
+    config = json.loads(embedded.read_text()) | small | {"vocab_size": 300}
+    source, saved = tmp_path / "model", tmp_path / "saved"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    byte_tokenizer().save_pretrained(source)
+    model = AutoModelForCausalLM.from_config(load_config(str(source)))
+    values = values_of(model)
+    write(saved, model, values, stage=2, ranks=2, bits=torch.bfloat16)
+    command = ["export", str(saved), str(tmp_path / "out"), "--format", "hf"]
+    assert main([*command, "--model", str(source), "--dtype", "fp32"]) == 0
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(p, values[name]) for name, p in got.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("a").input_ids == byte_tokenizer()("a").input_ids
+    assert any(".experts.3." in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+    capsys.readouterr()
+    (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    for flags, told in (
+        (["--model", str(source)], "is there already"),
+        ([], "--format hf needs --model"),
+        (["--model", str(source), "--ranks", "2"], "--ranks belongs to --format deepspeed"),
+    ):
+        assert main([*command, *flags]) == 2
+        assert told in capsys.readouterr().err
+    assert main([*command[:2], str(tmp_path / "other"), *command[3:], "--model", str(source)]) == 2
+    assert "model.layers.2" in (err := capsys.readouterr().err) and "is not there" in err

@@ -34,6 +34,13 @@ def go_on(ctx: RankContext, root: Path, kind: str, tp: int, further: int, layout
     return told
 
 
+# Ranks that wrote -> (ranks, degree of tensor parallelism, further stages, layout) of the runs that go on.
+TOPOLOGIES = {
+    2: [(2, 2, 0, ""), (1, 1, 1, ""), (2, 1, 2, "-universal")],
+    4: [(2, 1, 0, ""), (4, 2, 3, ""), (2, 1, 0, "-universal")],
+}
+
+
 @pytest.mark.parametrize(("world", "kind"), [(2, "tp"), (4, "tp"), (4, "pp"), (2, "ep"), (4, "ep")])
 def test_losses_go_on(pool: WorkerPool, tmp_path: Path, world: int, kind: str) -> None:
     theirs = run_deepspeed("split_saves", [str(tmp_path), kind], world, tmp_path)
@@ -45,13 +52,7 @@ def test_losses_go_on(pool: WorkerPool, tmp_path: Path, world: int, kind: str) -
             for name, value in got.items():
                 want = torch.load(where / name / "fp32.pt", weights_only=False)
                 assert torch.equal(value, want["param"]), (case, name)
-    for ranks, tp, further, layout in (
-        (2, 2, 0, ""),
-        (2, 1, 0, ""),
-        (1, 1, 1, ""),
-        (2, 1, 2, "-universal"),
-        (4, 2, 3, ""),
-    ):
+    for ranks, tp, further, layout in TOPOLOGIES[world]:
         for mine in pool.run(go_on, ranks, tmp_path, kind, tp, further, layout):
             for (_, case), got, want in zip(cases_of(kind), mine, theirs, strict=True):
                 if got is None:

@@ -1,0 +1,88 @@
+"""The weights of a checkpoint as a directory that from_pretrained reads: safetensors, config.json and tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.checkpoint.export import ExportEntry, write_safetensors
+from launcher.checkpoint.source import SourceCheckpoint, there_already
+from launcher.errors import CheckpointError
+from launcher.models.build import build_on_meta, load_config
+from launcher.models.companions import CONFIG, adopt_generation, source_of, write_companions
+from launcher.models.hub_layout import HubLayout
+from launcher.models.packaged import unpacked
+
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "chat_template*")
+"""Files of tokenizers."""
+
+
+def write_model(
+    stored: SourceCheckpoint, model: str, out: Path, dtype: torch.dtype | None = None
+) -> torch.dtype:
+    """Write the weights as the Hub has them, one tensor in memory at a time; return their dtype.
+
+    Args:
+        model: whose config.json and tokenizer they get: a directory, or what else `--model` of the recipes names.
+        dtype: of the weights; None: that of the run beside its fp32 master weights.
+
+    Raises:
+        CheckpointError: the weights are not those of such a model, or `out` has a model.
+    """
+    if there := [path for path in (out / CONFIG, *sorted(out.glob("*.safetensors*"))) if path.exists()]:
+        raise there_already(there[0])
+    dtype = dtype or stored.dtype
+    made: Any = build_on_meta(load_config(model))
+    adopt_generation(made)
+    _check(stored, made, model)
+    layout, entries = HubLayout(made), list[ExportEntry]()
+    for name, shape in stored.shapes.items():
+        own = stored.dtype_of(name, dtype)
+        entries += layout.entries(name, own, torch.Size(shape), partial(_read, stored, name, own))
+    for name, _ in made.named_buffers():
+        if (entry := stored.entries.get(f"buffer/{name}")) is not None:
+            fetch = partial(_read, stored, name, entry.properties.dtype, "buffer")
+            entries.append((name, entry.properties.dtype, tuple(entry.size), fetch))
+    write_safetensors(out, entries)
+    write_companions(made, out, dtype)
+    _copy_tokenizer(source_of(made.config) or Path(unpacked(model)).expanduser(), out)
+    return dtype
+
+
+def _check(stored: SourceCheckpoint, model: Any, named: str) -> None:
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    problems = [
+        *(f"{name} is not there" for name in shapes if name not in stored.shapes),
+        *(f"{name} is none of the model's" for name in stored.shapes if name not in shapes),
+        *(
+            f"{name} has the shape {list(shape)}, not {list(shapes[name])}"
+            for name, shape in stored.shapes.items()
+            if shape != shapes.get(name, shape)
+        ),
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{stored.path} is not a checkpoint of the model {named}: {'; '.join(problems[:4])}"
+            f"{'; ...' if len(problems) > 4 else ''}.",
+            where=str(stored.path),
+            fix="name the model that was trained. Adapters (LoRA) are merged in Python: --format fp32 writes their "
+            "weights alone",
+        )
+
+
+def _read(stored: SourceCheckpoint, name: str, dtype: torch.dtype, kind: str = "model") -> Tensor:
+    made = torch.empty(stored.entries[f"{kind}/{name}"].size, dtype=dtype)
+    stored.load({f"{kind}/{name}": made})
+    return made
+
+
+def _copy_tokenizer(source: Path, out: Path) -> None:
+    for pattern in TOKENIZER if source.is_dir() else ():
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, out / path.name)
