@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint import store
-from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.checkpoint.names import META_FILE
-from launcher.checkpoint.tags import latest_tag
+from launcher.checkpoint.tags import is_foreign, latest_tag
 from launcher.comm.plain import decode
 from launcher.config import Config
 from launcher.config.ranks import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
@@ -77,11 +76,13 @@ class Resuming:
         return int(self.meta["global_samples"])
 
     @property
-    def batch(self) -> dict[str, int]:
-        """Return the batch keys of the run. A JSON of DeepSpeed's has two of the three, or "auto": counters say the
-        rest."""
+    def batch(self) -> dict[str, int] | None:
+        """Return the batch keys of the run; None where nothing says them. A JSON of DeepSpeed's has two of the three,
+        or "auto": counters say the rest."""
         said = {key: self.meta["config"].get(key) for key in BATCH_KEYS}
         said = {key: value for key, value in said.items() if isinstance(value, int)}
+        if not said and not self.samples:
+            return None
         steps = max(1, int(self.meta["global_steps"]))
         accumulation = said.get(ACCUMULATION) or max(1, int(self.meta["micro_steps"]) // steps)
         ranks = max(1, int(self.meta["world_size"]))
@@ -110,6 +111,8 @@ def keep_batch(
         ConfigError: it is wanted and cannot be done.
     """
     was = resuming.batch
+    if was is None:
+        return config, None
     written = written_batch(config)
     micro = written[MICRO] if isinstance(written[MICRO], int) else was[MICRO]
     accumulation = written[ACCUMULATION] if isinstance(written[ACCUMULATION], int) else 1
@@ -167,7 +170,7 @@ def _place(wanted: str | None, checkpoints: Path, *, own: bool) -> tuple[Path, s
     for directory in (path, path / "checkpoints"):
         if store.has_latest(directory):
             return directory, None
-    if (path / META_FILE).is_file() or is_deepspeed(path):
+    if (path / META_FILE).is_file() or is_foreign(path):
         path = path.resolve()
         return path.parent, path.name
     raise ConfigError(

@@ -1,4 +1,5 @@
-"""The two formats of checkpoints that are read: launcher's own, and what DeepSpeed wrote (`deepspeed/`)."""
+"""The formats of checkpoints that are read: launcher's own, what DeepSpeed wrote (`deepspeed/`), and what programs of
+FSDP2 did (`fsdp.py`)."""
 
 from __future__ import annotations
 
@@ -10,16 +11,21 @@ from torch.distributed.checkpoint import Metadata, StorageReader
 from launcher.checkpoint import tags
 from launcher.checkpoint.checksums import check_blocks
 from launcher.checkpoint.deepspeed.files import is_deepspeed
+from launcher.checkpoint.names import fsdp_directories
 from launcher.checkpoint.reader import SafeReader
 
 
-def deepspeeds_meta(where: Path) -> dict[str, Any] | None:
-    """Return the meta of a checkpoint of DeepSpeed's; None where it is launcher's own."""
-    if not is_deepspeed(where):
-        return None
-    from launcher.checkpoint.deepspeed.content import open_content
+def foreign_meta(where: Path) -> dict[str, Any] | None:
+    """Return the meta of a checkpoint of another program; None where it is launcher's own."""
+    if is_deepspeed(where):
+        from launcher.checkpoint.deepspeed.content import open_content
 
-    return open_content(where).meta
+        return open_content(where).meta
+    if fsdp_directories(where):
+        from launcher.checkpoint.fsdp import open_fsdp
+
+        return open_fsdp(where).meta()
+    return None
 
 
 def check_bytes(where: Path, share: int, shares: int) -> None:
@@ -32,6 +38,10 @@ def check_bytes(where: Path, share: int, shares: int) -> None:
         from launcher.checkpoint.deepspeed import reader
 
         reader.check_bytes(where, share, shares)
+    elif fsdp_directories(where):
+        from launcher.checkpoint import fsdp
+
+        fsdp.check_bytes(where, share, shares)
     else:
         check_blocks(where, tags.read_meta(where).files, share, shares)
 

@@ -11,7 +11,6 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.checkpoint import formats, store, tags
-from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.checkpoint.reader import read_metadata
 from launcher.comm.plain import decode
 
@@ -159,7 +158,7 @@ def _number(value: Any) -> str:
 
 
 def _kind(path: Path, meta: dict[str, Any]) -> str:
-    if not is_deepspeed(path):
+    if "writer" not in meta:
         return "a launcher checkpoint"
     layout = ", in its universal layout" if (path / "zero").is_dir() else ""
     return f"a checkpoint of {meta['writer']}{layout}"

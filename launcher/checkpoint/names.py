@@ -1,6 +1,8 @@
-"""The names of files and directories in a directory of checkpoints, for those that only look; imports nothing."""
+"""The names of files and directories in a directory of checkpoints, for those that only look."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 LATEST_FILE = "latest"
 UNIVERSAL_FILE = "latest_universal"
@@ -8,3 +10,19 @@ UNIVERSAL_FILE = "latest_universal"
 META_FILE = "meta.json"
 TMP, OLD = ".tmp-", ".old-"
 """Prefixes of the tag while a save is under way (or was killed), and of what the save replaces."""
+METADATA_FILE = ".metadata"
+"""torch.distributed.checkpoint's, of what lies in which of its files."""
+OF_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
+"""Directories of model and optimizer where accelerate wrote them with FSDP2."""
+
+
+def fsdp_directories(path: Path) -> list[Path]:
+    """Return where torch.distributed.checkpoint's files are of a checkpoint that is not launcher's own; [] where it is
+    none."""
+    if (path / META_FILE).exists():
+        return []
+    if (path / METADATA_FILE).is_file():
+        return [path]
+    model, optimizer = (path / name for name in OF_ACCELERATE)
+    found = [place for place in (model, optimizer) if (place / METADATA_FILE).is_file()]
+    return found if model in found else []

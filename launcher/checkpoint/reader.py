@@ -12,7 +12,7 @@ import math
 import pickle
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import torch
@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from launcher.checkpoint.deepspeed.files import is_deepspeed
+from launcher.checkpoint.names import METADATA_FILE, fsdp_directories
 from launcher.errors import CheckpointError
-
-METADATA_FILE = ".metadata"
 
 _ALLOWED = {
     ("torch", "Size"),
@@ -41,6 +40,7 @@ _ALLOWED = {
             "ChunkStorageMetadata",
             "TensorProperties",
             "TensorStorageMetadata",
+            "BytesStorageMetadata",
             "_MEM_FORMAT_ENCODING",
         )
     ),
@@ -55,6 +55,8 @@ class _RestrictedUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):  # where it was written
+            return PurePosixPath
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 write a member of an Enum
             return _memory_format
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint of tensors needs")
@@ -76,18 +78,37 @@ def read_metadata(directory: Path) -> Metadata:
         from launcher.checkpoint.deepspeed.reader import metadata_of
 
         return metadata_of(directory)
-    path = directory / METADATA_FILE
-    try:
-        metadata = _RestrictedUnpickler(io.BytesIO(path.read_bytes())).load()
-        _validate(metadata)
-    except Exception as error:  # a corrupted pickle fails with almost any exception
-        raise CheckpointError(
-            f"{path} cannot be read: {error}",
-            where=str(path),
-            fix="the checkpoint is incomplete, corrupted, or not written by launcher; load another checkpoint (tag)",
-        ) from error
+    if fsdp_directories(directory):
+        from launcher.checkpoint.fsdp import open_fsdp
+
+        return open_fsdp(directory).metadata
+    metadata = read_stored(directory)
+    if objects := [
+        n for n, e in metadata.state_dict_metadata.items() if not isinstance(e, TensorStorageMetadata)
+    ]:
+        raise _unreadable(directory, f"{objects[0]} is not a tensor")
     metadata.storage_meta = StorageMeta()
     return metadata
+
+
+def read_stored(directory: Path) -> Metadata:
+    """Return what `.metadata` says, also of objects."""
+    try:
+        metadata = _RestrictedUnpickler(io.BytesIO((directory / METADATA_FILE).read_bytes())).load()
+        _validate(metadata)
+    except Exception as error:  # a corrupted pickle fails with almost any exception
+        raise _unreadable(directory, str(error)) from error
+    found: Metadata = metadata
+    return found
+
+
+def _unreadable(directory: Path, why: str) -> CheckpointError:
+    path = directory / METADATA_FILE
+    return CheckpointError(
+        f"{path} cannot be read: {why}",
+        where=str(path),
+        fix="the checkpoint is incomplete, corrupted, or not written by launcher; load another checkpoint (tag)",
+    )
 
 
 def shapes_of(metadata: Metadata) -> dict[str, tuple[int, ...]]:
@@ -158,12 +179,24 @@ def _common(start: torch.Size, size: torch.Size, other: torch.Size, other_size: 
 def _validate(metadata: Any) -> None:
     if not isinstance(metadata, Metadata):
         raise ValueError("it is not checkpoint metadata")
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"{name} is not a tensor")
     for info in metadata.storage_data.values():
         if Path(info.relative_path).name != info.relative_path:
             raise ValueError(f"it points outside its directory, to {info.relative_path}")
+
+
+def read_chunk(file: IO[bytes], info: _StorageInfo) -> IO[bytes]:
+    """Return the bytes of one chunk. torch.load does not look at the checksums that torch.save writes; we do.
+
+    Raises:
+        ValueError, BadZipFile: they are not what was written.
+    """
+    file.seek(info.offset)
+    chunk = io.BytesIO(file.read(info.length))
+    with zipfile.ZipFile(chunk) as archive:
+        if damaged := archive.testzip():
+            raise ValueError(f"the checksum of {damaged} at byte {info.offset} is wrong")
+    chunk.seek(0)
+    return chunk
 
 
 class SafeReader(FileSystemReader):
@@ -178,14 +211,7 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
-        """Return the bytes of one chunk. torch.load does not look at the checksums that torch.save writes; we do."""
-        file.seek(sinfo.offset)
-        chunk = io.BytesIO(file.read(sinfo.length))
-        with zipfile.ZipFile(chunk) as archive:
-            if damaged := archive.testzip():
-                raise ValueError(f"the checksum of {damaged} at byte {sinfo.offset} is wrong")
-        chunk.seek(0)
-        return chunk
+        return read_chunk(file, sinfo)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         per_file: dict[str, list[ReadItem]] = {}

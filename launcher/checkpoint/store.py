@@ -155,7 +155,7 @@ def peek(directory: Path, tag: str | None) -> dict[str, Any]:
     if chosen is None:
         raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
     where = tags.tag_path(directory, chosen)
-    meta = formats.deepspeeds_meta(where)
+    meta = formats.foreign_meta(where)
     return tags.read_meta(where).meta if meta is None else meta
 
 
@@ -182,7 +182,7 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
             fix=f"name the tag: {', '.join(known[-5:])}" if known else "check the directory",
         )
     where = tags.tag_path(path, chosen)
-    if (meta := formats.deepspeeds_meta(where)) is not None:
+    if (meta := formats.foreign_meta(where)) is not None:
         if tell and note:
             warnings.warn(note, stacklevel=3)
         return chosen, meta

@@ -19,7 +19,7 @@ from typing import Any
 
 from launcher.checkpoint.checksums import FileChecksum, damaged, digest
 from launcher.checkpoint.deepspeed.files import is_deepspeed
-from launcher.checkpoint.names import LATEST_FILE, META_FILE, OLD, TMP, UNIVERSAL_FILE
+from launcher.checkpoint.names import LATEST_FILE, META_FILE, OLD, TMP, UNIVERSAL_FILE, fsdp_directories
 from launcher.errors import CheckpointError, ConfigError, shortened
 from launcher.files import read_small
 
@@ -76,12 +76,12 @@ def tag_path(directory: Path, tag: str) -> Path:
     for path in (directory / check_tag(tag), directory / f"{OLD}{tag}"):
         if (path / META_FILE).is_file():
             return path
-    if is_deepspeed(directory / tag):
+    if is_foreign(directory / tag):
         return directory / tag
     refuse_foreign(directory / tag)
     tags, absent = list_tags(directory), directory / tag / META_FILE
     if not tags and directory.is_dir():
-        tags = sorted(path.name for path in directory.iterdir() if is_deepspeed(path))
+        tags = sorted(path.name for path in directory.iterdir() if is_foreign(path))
     why = f" {absent} is missing." if (directory / tag).is_dir() else ""
     raise CheckpointError(
         f"{directory} has no checkpoint with the tag {tag!r}.{why}",
@@ -90,15 +90,20 @@ def tag_path(directory: Path, tag: str) -> Path:
     )
 
 
+def is_foreign(path: Path) -> bool:
+    """Return whether a directory is a checkpoint of DeepSpeed's, or of a program of FSDP2."""
+    return is_deepspeed(path) or bool(fsdp_directories(path))
+
+
 def refuse_foreign(path: Path) -> None:
-    """Say it clearly where a directory is one tag of DeepSpeed's.
+    """Say it clearly where a directory is one checkpoint of another program.
 
     Raises:
         CheckpointError: it is.
     """
-    if is_deepspeed(path):
+    if is_foreign(path):
         raise CheckpointError(
-            f"{path} is one checkpoint of DeepSpeed's, not a directory of them.",
+            f"{path} is one checkpoint{' of DeepSpeed' if is_deepspeed(path) else ''}, not a directory of them.",
             where=str(path),
             fix=f"load the directory {path.parent}, with the tag {path.name}",
         )

@@ -17,10 +17,11 @@ FORMATS = ("universal", "deepspeed", "hf", "fp32")
 OF_FORMAT = {"stage": "deepspeed", "ranks": "deepspeed", "model": "hf", "dtype": "hf"}
 """Flag -> the format that it belongs to."""
 INSPECT = """\
-Shows what a directory of checkpoints holds: launcher's own, or DeepSpeed's. Nothing is changed, and no code of the
-files runs."""
+Shows what a directory of checkpoints holds: launcher's own, DeepSpeed's, or those of programs of FSDP2. Nothing is
+changed, and no code of the files runs."""
 EXPORT = """\
-Writes a checkpoint in another format. The source may be launcher's own, or DeepSpeed's.
+Writes a checkpoint in another format. The source may be launcher's own, DeepSpeed's, or one that a program of FSDP2
+wrote with torch.distributed.checkpoint.
 
 formats:
   universal   DeepSpeed's universal layout. DeepSpeed resumes from it at ZeRO stages 1 to 3 on any number of ranks,
@@ -32,8 +33,8 @@ formats:
   fp32        The weights alone, as safetensors in fp32. With the model's config.json beside them from_pretrained reads
               them."""
 IMPORT = """\
-Writes a checkpoint of DeepSpeed's as one of launcher's. That is not needed for going on with it: `load_checkpoint`
-reads it as it is."""
+Writes a checkpoint of DeepSpeed's, or of a program of FSDP2, as one of launcher's. That is not needed for going on with
+it: `load_checkpoint` reads it as it is."""
 
 
 def inspect_parser() -> FlagParser:
@@ -192,8 +193,8 @@ def _source(parser: FlagParser) -> None:
 
 def _chosen(flags: Any) -> tuple[Path, str | None]:
     """Return the directory of checkpoints and the tag. The directory of one checkpoint may be named, too."""
-    from launcher.checkpoint.deepspeed.files import is_deepspeed
     from launcher.checkpoint.names import META_FILE
+    from launcher.checkpoint.tags import is_foreign
 
     given = Path(flags.directory)
     if not given.is_dir():
@@ -201,7 +202,7 @@ def _chosen(flags: Any) -> tuple[Path, str | None]:
             f"{shortened(str(given))} is not a directory",
             fix="name the one that the run saved its checkpoints in",
         )
-    if flags.tag in (None, given.resolve().name) and ((given / META_FILE).is_file() or is_deepspeed(given)):
+    if flags.tag in (None, given.resolve().name) and ((given / META_FILE).is_file() or is_foreign(given)):
         given = given.resolve()
         return given.parent, given.name
     return given, flags.tag

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from launcher.checkpoint.names import META_FILE
 from launcher.checkpoint.ranks import CollectiveErrors
 from launcher.checkpoint.reader import read_metadata
-from launcher.engine.whole import of_stages
+from launcher.engine.whole import of_stages, tied_names
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
 from launcher.models.settings import differences, settings_of
@@ -63,6 +63,7 @@ def look(
         n for n in mine if n.startswith("buffer/")
     }
     known = set().union(*of_stages(engine, sorted(mine)))
+    known |= {f"model/{name}" for name in tied_names(engine)}  # some programs write each of their names
 
     def check() -> Stored:
         _check_meta(path, meta)

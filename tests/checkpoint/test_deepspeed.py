@@ -307,7 +307,7 @@ def test_nothing_to_load_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 def test_the_optimizer_that_made_the_states() -> None:
     def types(states: str, kind: str = "") -> list[str] | None:
-        return meta._types(frozenset(states.split()), {"optimizer": {"type": kind}} if kind else {})
+        return meta.types_of(frozenset(states.split()), {"optimizer": {"type": kind}} if kind else {})
 
     assert types("exp_avg exp_avg_sq") == types("exp_avg exp_avg_sq", "FusedAdam") == ["AdamW", "Adam"]
     assert types("exp_avg exp_avg_sq", "Lamb") == ["Lamb"]

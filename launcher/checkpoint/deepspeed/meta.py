@@ -35,7 +35,7 @@ OWN = {
     ),
 }
 """Keys of DeepSpeed's; all others are the client state of the script."""
-_OPTIONS = (
+OPTIONS = (
     *("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "maximize"),
     *("alpha", "centered", "lambd", "t0", "momentum_decay", "lr_decay", "rho", "initial_lr"),
 )
@@ -97,8 +97,8 @@ def meta_of(
         "loss_scale": _loss_scale(optimizer or model.get("optimizer") or {}),
         "scheduler": schedule if plain(schedule) else None,
         "optimizer": {
-            "type": _types(names, config or {}),
-            "param_groups": [{key: group[key] for key in _OPTIONS if key in group} for group in groups],
+            "type": types_of(names, config or {}),
+            "param_groups": [{key: group[key] for key in OPTIONS if key in group} for group in groups],
             **({"names": [list(group) for group in parameters]} if parameters else {}),
         }
         if groups
@@ -113,7 +113,7 @@ def meta_of(
     return {key: encode(value) for key, value in meta.items()}
 
 
-def _types(states: frozenset[str], config: Mapping[str, Any]) -> list[str] | None:
+def types_of(states: frozenset[str], config: Mapping[str, Any]) -> list[str] | None:
     """Return the optimizers whose state it may be; None: it has made no step, and any will do."""
     if not states:
         return None

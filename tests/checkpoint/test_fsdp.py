@@ -1,0 +1,145 @@
+"""A run that FSDP2 began goes on here, on other topologies too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+import launcher
+from launcher.checkpoint import formats
+from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launcher.checkpoint.store import load_meta
+from launcher.cli.main import main
+from launcher.errors import CheckpointError
+from tests.engine.driving import CPU
+from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import batch, share, tiny_llama
+
+BEFORE, AFTER = 3, 5
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def loss_of(step: int, model: Any, rank: int, world: int) -> torch.Tensor:
+    (ids,) = share(batch(step, sequences=4) % 61, rank, world)
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def mean(loss: torch.Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def begin(ctx: RankContext, root: Path, tied: bool) -> list[float]:
+    """Save after some steps, nested, flattened, and as accelerate does; return the losses after that."""
+    model: Any = tiny_llama(tied=tied, layers=2, vocab=61, seed=0)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    losses = []
+    for step in range(BEFORE + AFTER):
+        if step == BEFORE:
+            _save(model, optimizer, root)
+        loss = loss_of(step, model, ctx.rank, ctx.world)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+    return losses[BEFORE:]
+
+
+def _save(model: nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> None:
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights = get_model_state_dict(model)
+    nested, flattened = (get_optimizer_state_dict(model, optimizer, options=o) for o in (None, flat))
+    dcp.save({"model": weights, "optim": nested}, checkpoint_id=root / "nested")
+    dcp.save(
+        {**weights, "optimizer": flattened, "train_state": {"step": 3}}, checkpoint_id=root / "flattened"
+    )
+    dcp.save({"model": weights}, checkpoint_id=root / "accelerate" / "pytorch_model_fsdp_0")
+    dcp.save({"optimizer": nested}, checkpoint_id=root / "accelerate" / "optimizer_0")
+
+
+def go_on(ctx: RankContext, root: Path, tag: str, stage: int, tied: bool) -> tuple[list[float], list[float]]:
+    """The losses after loading, and the weight decays of the param groups, which are made in another order."""
+    model = tiny_llama(tied=tied, layers=2, vocab=61, seed=7)
+    config = {
+        "train_batch_size": 4, "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    optimizer = torch.optim.AdamW([{**g, "weight_decay": 0.5} for g in reversed(groups_of(model))], lr=1.0)
+    engine = launcher.initialize(model=model, optimizer=optimizer, config=config, device=CPU)[0]
+    path, _ = engine.load_checkpoint(root, tag)
+    assert path is not None and engine.global_steps == BEFORE
+    decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
+    losses = []
+    for step in range(BEFORE, BEFORE + AFTER):
+        loss = loss_of(step, engine, ctx.rank, ctx.world)
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean(loss))
+    return losses, decays
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_goes_on(pool: WorkerPool, tmp_path: Path, tied: bool) -> None:
+    want = pool.run(begin, 2, tmp_path, tied)[0]
+    for tag, ranks, stage in (("nested", 2, 3), ("flattened", 1, 0), ("accelerate", 2, 1)):
+        for losses, decays in pool.run(go_on, ranks, tmp_path, tag, stage, tied):
+            assert losses == pytest.approx(want, rel=1e-6), tag
+            assert decays == [0.0, 0.1]
+
+
+def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`launch import` and `launch inspect`; damage; and a checkpoint of launcher's that has lost its meta.json."""
+    model = tiny_llama(layers=1)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    ids = batch(0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    dcp.save(
+        {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=tmp_path / "theirs",
+    )
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    got = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours")
+    assert all(torch.equal(got[name], p) for name, p in model.named_parameters())
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "theirs"), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "a checkpoint of torch.distributed.checkpoint" in told and "group 1: lr 0.01, weight decay 0" in told
+    )
+
+    (file,) = (tmp_path / "theirs").glob("*.distcp")
+    whole = file.read_bytes()
+    at = len(whole) // 2
+    turned = whole[:at] + bytes(255 - byte for byte in whole[at : at + 64]) + whole[at + 64 :]
+    for changed, why in ((whole[:-100], "too short"), (turned, "checksum")):
+        file.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=why) as told_of:
+            formats.check_bytes(tmp_path / "theirs", 0, 1)
+        assert file.name in str(told_of.value)
+    (tmp_path / "ours" / "theirs" / "meta.json").unlink()
+    with pytest.raises(CheckpointError, match=r"meta\.json cannot be read: it is missing"):
+        load_meta(tmp_path / "ours", "theirs")
