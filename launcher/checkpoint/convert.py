@@ -25,7 +25,7 @@ def copy(directory: Path, tag: str | None, out: Path) -> Path:
     if (out / stored.tag).exists():
         raise there_already(out / stored.tag)
     tensors = {name: _lazily(stored, name) for name in stored.entries}
-    meta = {key: encode(value) for key, value in stored.meta.items()}
+    meta = {key: encode(value) for key, value in stored.meta.items() if key != "writer"}
     store.save(out, stored.tag, tensors, meta)
     return out / stored.tag
 

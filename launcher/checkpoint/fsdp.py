@@ -55,9 +55,11 @@ class FsdpContent:
             CheckpointError: it is damaged, or one of launcher's own without its meta.json.
         """
         stored = read_stored(directory)
-        if any(key.startswith("model/") for key in stored.state_dict_metadata):
+        if (
+            not stored.planner_data
+        ):  # torch writes it where it has flattened names, and launcher has none to flatten
             raise _damaged(directory / META_FILE, "it is missing")
-        paths = {key: (stored.planner_data or {}).get(key) or (key,) for key in stored.state_dict_metadata}
+        paths = {key: stored.planner_data.get(key, (key,)) for key in stored.state_dict_metadata}
         nested = any(path[0] == _MODEL and len(path) > 1 for path in paths.values())
         for key, entry in stored.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):

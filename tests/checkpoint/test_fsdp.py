@@ -23,6 +23,7 @@ from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from launcher.checkpoint.store import load_meta
 from launcher.cli.main import main
 from launcher.errors import CheckpointError
+from tests.checkpoint.test_reader import _Malice
 from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, share, tiny_llama
@@ -143,3 +144,15 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "ours" / "theirs" / "meta.json").unlink()
     with pytest.raises(CheckpointError, match=r"meta\.json cannot be read: it is missing"):
         load_meta(tmp_path / "ours", "theirs")
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
+    proof = tmp_path / "code-was-run"
+    state = {
+        "model": {"w": torch.ones(2)},
+        "optim": {"param_groups": [{"lr": _Malice(proof), "params": ["w"]}]},
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp cannot be read"):
+        load_meta(tmp_path, "theirs")
+    assert not proof.exists()

@@ -98,7 +98,7 @@ def test_a_stored_object_is_not_unpickled(checkpoint: Path, tmp_path: Path) -> N
     assert isinstance(metadata.state_dict_metadata["w"], BytesStorageMetadata)
     for name in (".metadata", "__0_0.distcp"):
         agree(checkpoint, name)
-    with pytest.raises(CheckpointError, match="BytesStorageMetadata"):
+    with pytest.raises(CheckpointError, match="w is not a tensor"):
         _load(checkpoint)
     assert not proof.exists()
 
@@ -122,8 +122,7 @@ def test_damage_names_the_file(checkpoint: Path, name: str, damage: str) -> None
         path.unlink()
     else:
         path.write_bytes({"truncated": content[:-7], "empty": b"", "noise": b"\x93" * len(content)}[damage])
-    where = r"no checkpoint with the tag 'a'" if (name, damage) == ("meta.json", "missing") else name
-    with pytest.raises(CheckpointError, match=where.replace(".", r"\.")):
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         _load(checkpoint)
 
 

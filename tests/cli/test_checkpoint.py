@@ -144,7 +144,7 @@ def test_bad_arguments(
         return capsys.readouterr().err
 
     source, out = str(saved[0]), str(tmp_path)
-    assert "belong to --format deepspeed" in refused(
+    assert "belongs to --format deepspeed" in refused(
         "export", source, out, "--format", "universal", "--ranks", "2"
     )
     assert "does not say which checkpoint is the latest" in refused("inspect", out)
