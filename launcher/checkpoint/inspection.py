@@ -91,7 +91,7 @@ class Inspected:
             ("bytes on disk", f"{self.disk_bytes:,}"),
             (
                 "checksums",
-                "every byte is as it was written" if self.verified else "not compared (--verify does it)",
+                self._checksums(),
             ),
             ("other tags", ", ".join(self.others)),
         ]
@@ -103,6 +103,12 @@ class Inspected:
                 f"{name:<{width}}  {dtype:<9} {list(shape)}" for name, (shape, dtype) in self.tensors.items()
             ]
         return told
+
+    def _checksums(self) -> str:
+        if not self.verified:
+            return "not compared (--verify does it)"
+        without = " (but DeepSpeed's swap files have none)" if any(self.path.rglob("*.swp")) else ""
+        return f"every byte is as it was written{without}"
 
     def _dtypes(self, kind: str) -> str:
         found = Counter(
@@ -118,9 +124,10 @@ class Inspected:
         groups = optimizer["param_groups"]
         lines = [" or ".join(kind) if isinstance(kind, list) else str(kind)]
         for number, group in enumerate(groups):
-            rate, decay = _number(group.get("lr")), _number(group.get("weight_decay", 0))
-            count = f", {len(optimizer['names'][number])} parameters" if "names" in optimizer else ""
-            lines.append(f"group {number}: lr {rate}, weight decay {decay}{count}")
+            rate, decay = (_number(group.get(key, 0)) for key in ("lr", "weight_decay"))
+            said = f"lr {rate}, weight decay {decay}, " if "lr" in group else ""
+            count = f"{len(optimizer['names'][number])} parameters" if "names" in optimizer else ""
+            lines.append(f"group {number}: {said}{count}".rstrip(" ,"))
         return lines
 
 

@@ -73,7 +73,7 @@ def look(
         stored = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         if strict:
             _check_names(path, stored, known)
-        _check_shapes(path, stored, mine, read if strict else set())
+        _check_shapes(path, stored, mine, read if strict else set(), _frozen(engine))
         if optimizer:
             _check_optimizer(engine, path, meta)
             if meta["optimizer"] is not None and engine.optimizer is not None:
@@ -130,7 +130,13 @@ def _check_names(path: Path, stored: Stored, known: set[str]) -> None:
         )
 
 
-def _check_shapes(path: Path, stored: Stored, mine: dict[str, Size], read: set[str]) -> None:
+def _frozen(engine: Engine) -> set[str]:
+    return {f"model/{name}" for name, slot in engine.zero.slots.items() if not slot.leaf.requires_grad}
+
+
+def _check_shapes(
+    path: Path, stored: Stored, mine: dict[str, Size], read: set[str], frozen: set[str]
+) -> None:
     """Check that the tensors have the shapes of the model.
     read: what this rank needs; a node with storage of its own has no more than its ranks need.
     """
@@ -141,6 +147,12 @@ def _check_shapes(path: Path, stored: Stored, mine: dict[str, Size], read: set[s
         if name in stored and stored[name].size != shape
     ]
     found = (("missing", missing), ("of another shape", wrong))
+    if missing and not wrong and frozen.issuperset(missing):
+        raise CheckpointError(
+            f"The checkpoint has none of {len(missing)} frozen parameters: {_some(missing)}.",
+            where=str(path),
+            fix="it was saved without them: load them first, and pass load_module_strict=False",
+        )
     if said := [f"{len(names)} {what}: {_some(names)}" for what, names in found if names]:
         raise CheckpointError(
             f"The checkpoint does not fit the model: {'; '.join(said)}.",

@@ -95,7 +95,7 @@ class Schedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.last_batch_iteration = state["last_batch_iteration"]
         self._set()
-        self._last = list(state["last_lr"])
+        self._last = list(state.get("last_lr", self._last))  # the rate of the step before, where it is known
         self._write_rates()
 
     def _groups(self) -> range:

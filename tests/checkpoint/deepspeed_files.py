@@ -99,10 +99,11 @@ def write(
         {name: p for name, p in trained.items() if (p.dim() > 1) == matrices} for matrices in (True, False)
     ]  # fmt: skip
     names = [list(group) for group in parted]
+    written = _sub_groups(names, sub_groups)  # at stage 3 the model's file names them, not the param groups
     with theirs():
         for rank in range(ranks if stage == 3 else 1):
             prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
-            content = _model_state(model, values, names, stage, rank, ranks, bits)
+            content = _model_state(model, values, written, stage, rank, ranks, bits)
             if not stage:
                 content["optimizer"] = _whole(values, names, bits)
             torch.save(content, directory / f"{prefix}mp_rank_00_model_states.pt")
@@ -172,24 +173,32 @@ def _part(tensor: Tensor, rank: int, ranks: int) -> Tensor:
     return padded[rank * each : (rank + 1) * each].clone()
 
 
-def _group(number: int) -> dict[str, Any]:
+def _group(numbers: list[int]) -> dict[str, Any]:
     """Return the options of DeepSpeed's FusedAdam."""
     options = {"lr": 0.005, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    return {**options, "step": 0, "params": [number]}
+    return {**options, "step": 0, "params": numbers}
+
+
+def _sub_groups(names: list[list[str]], count: int) -> list[list[str]]:
+    """Return so many equal parts of the only group; or the groups."""
+    if count == 1:
+        return names
+    (flat,) = names
+    each = -(-len(flat) // count)
+    return [flat[at : at + each] for at in range(0, len(flat), each)]
 
 
 def _base(flats: Mapping[str, list[Tensor]], groups: int) -> dict[str, Any]:
     count = len(next(iter(flats.values())))
     states = {n: {"step": STEPS, **{state: flats[state][n] for state in STATES}} for n in range(count)}
-    return {"state": states, "param_groups": [_group(number) for number in range(groups)]}
+    numbers = [[number] for number in range(groups)] if groups > 1 else [list(range(count))]
+    return {"state": states, "param_groups": [_group(own) for own in numbers]}
 
 
 def _equal_parts(
     values: Mapping[str, Tensor], names: list[list[str]], rank: int, ranks: int, sub_groups: int
 ) -> dict[str, Any]:
-    flat = [name for group in names for name in group]
-    each = -(-len(flat) // sub_groups)
-    subs = [flat[at : at + each] for at in range(0, len(flat), each)] if sub_groups > 1 else names
+    subs = _sub_groups(names, sub_groups)
 
     def of(key: str) -> list[Tensor]:
         return [torch.cat([_part(values[f"{key}{name}"], rank, ranks) for name in sub]) for sub in subs]
@@ -227,7 +236,7 @@ def _ranges(
 def _whole(values: Mapping[str, Tensor], names: list[list[str]], bits: torch.dtype) -> dict[str, Any]:
     """The optimizer of stage 0: by parameter in fp32, flat in 16 bits."""
     flat = [name for group in names for name in group]
-    options = [{**_group(0), "params": list(range(len(flat)))}]
+    options = [_group(list(range(len(flat))))]
     if bits == torch.float32:
         states = {
             n: {
@@ -242,5 +251,5 @@ def _whole(values: Mapping[str, Tensor], names: list[list[str]], bits: torch.dty
         for key in ("", "exp_avg/", "exp_avg_sq/")
     }
     state = {"step": STEPS, "exp_avg": joined["exp_avg/"], "exp_avg_sq": joined["exp_avg_sq/"]}
-    base = {"state": {0: state}, "param_groups": [{**_group(0), "params": [0]}]}
+    base = {"state": {0: state}, "param_groups": [_group([0])]}
     return {"optimizer_state_dict": base, "fp32_groups_flat": [joined[""]], "clip_grad": 1.0}

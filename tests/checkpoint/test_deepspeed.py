@@ -21,7 +21,7 @@ from launcher.checkpoint.store import load_meta
 from launcher.comm.plain import decode
 from launcher.errors import CheckpointError
 from tests.checkpoint import deepspeed_files
-from tests.checkpoint.deepspeed_files import STEPS, values_of, write
+from tests.checkpoint.deepspeed_files import STATES, STEPS, theirs, values_of, write
 from tests.engine.driving import CPU, config_of, whole_state
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, share, tiny_llama
@@ -70,6 +70,11 @@ def test_every_element_is_in_its_place(tmp_path: Path) -> None:
         values = values_of(model)
         directory = write(tmp_path / str(number), model, values, **options)
         got = assembled(directory)
+        if options["stage"]:
+            groups = open_content(directory).meta["optimizer"]["names"]
+            trained = [name for name, p in model.named_parameters() if p.requires_grad]
+            assert len(groups) == options.get("groups", 1)
+            assert sorted(name for group in groups for name in group) == sorted(trained)
         bits = options.get("bits", torch.float32)
         want = values | ({FROZEN: values[FROZEN].to(bits).float()} if kind == "frozen" else {})
         assert set(got) == set(want), (kind, options)
@@ -295,6 +300,50 @@ def test_parameters_without_dims_and_buffers(tmp_path: Path) -> None:
         buffers = dict(model.named_buffers())
         assert set(got) == {*values, *buffers}
         assert all(torch.equal(got[name], value.float()) for name, value in (values | buffers).items()), stage
+
+
+def swap_out(directory: Path, first: int) -> None:
+    """Put the flat tensors of stage 3 into files as DeepSpeed does where they rest on NVMe."""
+    model = torch.load(next(directory.glob("*rank_0_*model_states.pt")), weights_only=False)
+    at = {name: first + number for number, name in enumerate(model["module"])}
+    spans = [(at[next(iter(group))], at[[*group][-1]]) for group in model["param_shapes"]]
+    for rank, path in enumerate(sorted(directory.glob("*optim_states.pt"))):
+        with theirs():
+            content = torch.load(path, weights_only=False)
+            state = content["optimizer_state_dict"]
+            folder = directory / "offloaded_tensors" / f"rank{rank:02d}"
+            folder.mkdir(parents=True)
+            for number, (low, high) in enumerate(spans):
+                of_group = state["optimizer_state_dict"]["state"][number]
+                flats = {"": state["fp32_flat_groups"][number], **{f"{s}-": of_group[s] for s in STATES}}
+                for prefix, flat in flats.items():
+                    padded = torch.cat([flat, torch.full((7,), torch.nan)])
+                    (folder / f"{prefix}{low}_{high}.tensor.swp").write_bytes(padded.numpy().tobytes())
+                state["fp32_flat_groups"][number] = torch.empty(0)
+                of_group |= {s: torch.empty(0) for s in STATES}
+            torch.save(content, path)
+
+
+def test_state_that_was_on_nvme(tmp_path: Path) -> None:
+    model = model_of("plain")
+    values = values_of(model)
+    directory = write(tmp_path, model, values, stage=3, ranks=2, sub_groups=4)
+    swap_out(directory, 21)
+    got = assembled(directory)
+    assert all(torch.equal(got[name], value.float()) for name, value in values.items())
+    folder = directory / "offloaded_tensors" / "rank01"
+    one = sorted(folder.glob("exp_avg-*"))[0]
+    for path in folder.glob("[0-9]*.swp"):  # what another run has left in its nvme_path
+        first, _, last = path.name.removesuffix(".tensor.swp").partition("_")
+        shutil.copy(path, folder / f"{int(first) + 50}_{int(last) + 50}.tensor.swp")
+    with pytest.raises(CheckpointError, match="rank01 cannot be read: files of several runs"):
+        open_content(directory)
+    for path in folder.glob("[0-9]*.swp"):
+        if int(path.name.partition("_")[0]) > 50:
+            path.unlink()
+    one.write_bytes(one.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=f"rank01 cannot be read: {one.name} is missing or too short"):
+        open_content(directory)
 
 
 def test_nothing_to_load_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -94,7 +94,7 @@ def _opened(directory: Path, files: object) -> Content:
     _check_whole(directory, stored)
     _check_steps(directory, stored)
     stored = stacked(stored, directory)
-    named: list[Any] = [group["names"] for group in groups if "names" in group] or ranks[0].groups
+    named: list[Any] = [group["names"] for group in groups if "names" in group] or ranks[0].group_names
     if found.layers:
         named = []  # of all stages they would be needed
     names = [list(dict.fromkeys(map(stacked_name, group))) for group in named]

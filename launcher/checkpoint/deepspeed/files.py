@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from launcher.errors import CheckpointError
 
+SWAPPED = "offloaded_tensors"
 K = TypeVar("K")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -62,7 +63,12 @@ class Files:
         """Return all files, in the order of the ranks."""
         own = [path for rank in self.ranks for path in rank.all]
         merged = sorted(self.universal.rglob("*.pt")) if self.universal else []
-        return [*own, *self.layers.values(), *merged]
+        return [*own, *self.layers.values(), *merged, *self.swapped]
+
+    @property
+    def swapped(self) -> list[Path]:
+        """Return the copies of swap files; they have no checksums."""
+        return sorted((self.directory / SWAPPED).glob("rank*/*.swp"))
 
 
 def is_deepspeed(path: Path) -> bool:

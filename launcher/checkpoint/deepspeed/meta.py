@@ -76,7 +76,7 @@ def meta_of(
     rates = [float(group["lr"]) for group in groups if "lr" in group]
     schedule = model.get("lr_scheduler")
     if isinstance(schedule, dict) and "last_batch_iteration" in schedule:
-        schedule = {"last_lr": rates, **schedule}
+        schedule = {**({"last_lr": rates} if rates else {}), **schedule}
     names = frozenset(
         key
         for state in states.values()

@@ -62,9 +62,19 @@ class OpenedFiles:
 
     @property
     def groups(self) -> list[Shapes]:
-        """Return name -> shape of the trained parameters, by param group; [] at stage 0, which does not write them.
-        Experts are those of rank 0, under its numbers."""
+        """Return name -> shape of the trained parameters, by param group, at stage 3 by sub-group; [] at stage 0, which
+        does not write them. Experts are those of rank 0, under its numbers."""
         return [dict(group) for group in self.model.get("param_shapes") or ()]
+
+    @property
+    def group_names(self) -> list[list[str]]:
+        """Return the names of the trained parameters, by param group. At stage 3 `param_shapes` is by sub-group, of
+        which a param group has several, by their numbers in the inner optimizer."""
+        names = [list(group) for group in self.groups]
+        if not self.is_stage_3:
+            return names
+        groups = self.base_state(0)[1]
+        return [[name for number in group.get("params", ()) for name in names[number]] for group in groups]
 
     @cached_property
     def tied(self) -> dict[str, str]:
@@ -101,6 +111,10 @@ class OpenedFiles:
         """Return (number of a rank's flat tensor -> its states, the options of the param groups)."""
         state = self.optimizers[rank]
         base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+        if isinstance(
+            base, list
+        ):  # "elastic_checkpoint": the states alone, whose groups keep the run's options
+            return dict(enumerate(base)), [{} for _ in base]
         if not isinstance(base, dict) or "state" not in base:
             raise wrong(self.files.optimizer[rank], "has no state of the optimizer that launcher knows")
         return dict(base["state"]), list(base["param_groups"])

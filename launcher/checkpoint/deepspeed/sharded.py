@@ -20,6 +20,7 @@ from launcher.checkpoint.deepspeed.layout import (
     whole,
 )
 from launcher.checkpoint.deepspeed.opened import OpenedFiles, plain_dict, step_of, wrong
+from launcher.checkpoint.deepspeed.swapped import SwapFiles
 
 
 def sharded(opened: OpenedFiles) -> Place:
@@ -27,7 +28,9 @@ def sharded(opened: OpenedFiles) -> Place:
     groups, shapes = opened.groups, dict[str, tuple[int, ...]]()
     key = "fp32_flat_groups" if opened.is_stage_3 else "single_partition_of_fp32_groups"
     masters = [list(opened.optimizers[rank].get(key) or ()) for rank in sorted(opened.optimizers)]
-    if opened.is_stage_3:
+    swap = SwapFiles(opened) if opened.is_stage_3 else None
+    if swap is not None:
+        masters = [swap.filled(rank, flats) for rank, flats in enumerate(masters)]
         shapes |= {name: tuple(shape) for group in groups for name, shape in group.items()}
         found = list(equal_parts(groups, [flat.numel() for flat in masters[0]], len(masters)))
     else:
@@ -45,7 +48,10 @@ def sharded(opened: OpenedFiles) -> Place:
     states = [list(opened.base_state(rank)[0].values()) for rank in sorted(opened.optimizers)]
     for state in sorted({name for group in states[0] for name in group}):
         if all(is_flat(group.get(state)) for group in states[0]):
-            put(f"optimizer/{state}", [[group[state] for group in of_rank] for of_rank in states])
+            flats = [[group[state] for group in of_rank] for of_rank in states]
+            if swap is not None:
+                flats = [swap.filled(rank, of_rank, f"{state}-") for rank, of_rank in enumerate(flats)]
+            put(f"optimizer/{state}", flats)
     of_groups = step_of(
         opened.base_state(0)[1]
     )  # the FusedAdam of older DeepSpeeds counts in its param groups only
