@@ -132,6 +132,10 @@ def export_odd(ctx: RankContext, directory: Path) -> None:
     pickled = torch.load(directory / "pickled" / "pytorch_model.bin")
     assert pickled.keys() == whole.keys() and os.listdir(directory / "pickled") == ["pytorch_model.bin"]
     assert all(torch.equal(pickled[name], value) for name, value in stored.items())
+    engine.save_checkpoint(directory / "state", exclude_frozen_parameters=True)
+    with pytest.raises(CheckpointError, match=r"none of \d frozen parameters") as told:
+        engine.load_checkpoint(directory / "state")
+    assert "load_module_strict=False" in str(told.value)
 
 
 def test_parameters_of_every_dtype_and_only_those_trained(pool: WorkerPool, tmp_path: Path) -> None:

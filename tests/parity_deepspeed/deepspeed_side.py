@@ -173,11 +173,13 @@ def mixtures(_: None) -> list[list[float]]:
 def saves(root: str) -> list[list[float]]:
     """Losses of DeepSpeed's runs after they were saved to directories below `root`."""
     import deepspeed
+    from deepspeed.utils import safe_get_full_optimizer_state
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    return begin(deepspeed.initialize, get_fp32_state_dict_from_zero_checkpoint, Path(root))
+    read, gather = get_fp32_state_dict_from_zero_checkpoint, safe_get_full_optimizer_state
+    return begin(deepspeed.initialize, read, gather, Path(root))
 
 
 def split_saves(given: list[str]) -> list[list[float]]:

@@ -26,6 +26,8 @@ CASES: list[dict[str, Any]] = [
     {"stage": 3, "kind": "frozen", "dtype": "bf16"},
     {"stage": 3, "kind": "plain", "zero": {"sub_group_size": 6000}},
     {"stage": 3, "kind": "tied", "zero": {"offload_optimizer": {"device": "cpu"}}},
+    {"stage": 2, "kind": "lora"},
+    {"stage": 3, "kind": "lora", "dtype": "bf16"},
 ]
 FROZEN = "model.embed_tokens.weight"
 
@@ -34,6 +36,13 @@ def model_of(case: dict[str, Any], seed: int = 0) -> nn.Module:
     model = tiny_llama(tied=case["kind"] == "tied", layers=2, vocab=61, seed=seed)
     if case["kind"] == "frozen":
         model.get_parameter(FROZEN).requires_grad_(False)
+    if case["kind"] == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(seed)
+        return get_peft_model(
+            model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
     return model
 
 
@@ -81,8 +90,13 @@ def steps(engine: Any, first: int, count: int, tp: int = 1) -> list[float]:
     return losses
 
 
-def begin(initialize: Any, weights_of: Any, root: Path) -> list[list[float]]:
-    """Run, save and go on with every case; return the losses after the save. `weights_of` reads weights in fp32."""
+def begin(initialize: Any, weights_of: Any, state_of: Any, root: Path) -> list[list[float]]:
+    """Run, save and go on with every case; return the losses after the save.
+
+    Args:
+        weights_of: reads weights in fp32 from a directory.
+        state_of: gathers a state of a parameter.
+    """
     told = []
     for number, case in enumerate(CASES):
         model = model_of(case)
@@ -90,8 +104,15 @@ def begin(initialize: Any, weights_of: Any, root: Path) -> list[list[float]]:
         engine = initialize(model=model, config=config, **arguments_of(case, model))[0]
         steps(engine, 0, BEFORE)
         engine.save_checkpoint(str(root / str(number)), client_state={"case": number})
+        moments = {
+            f"{kind}/{name}": state_of(parameter, kind).clone()
+            for name, parameter in engine.module.named_parameters()
+            for kind in ("exp_avg", "exp_avg_sq")
+            if case["stage"] and parameter.requires_grad
+        }
         told.append(steps(engine, BEFORE, AFTER))
         if case["stage"] and dist.get_rank() == 0:
+            torch.save(moments, root / f"{number}-moments.pt")
             found = weights_of(str(root / str(number)))
             torch.save({name: value.clone() for name, value in found.items()}, root / f"{number}.pt")
         engine.destroy()

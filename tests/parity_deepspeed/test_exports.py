@@ -11,6 +11,7 @@ import torch
 import launcher
 from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from launcher.cli.main import main
+from tests.parity_deepspeed.checkpoint_table import Table, difference
 from tests.parity_deepspeed.conftest import run_deepspeed
 from tests.parity_deepspeed.exports import CASES, CONVERTED
 from tests.parity_deepspeed.saves import AFTER, BEFORE, arguments_of, config_of, model_of, steps
@@ -44,14 +45,18 @@ def test_deepspeed_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
     for number, case in enumerate(CASES):
         export(tmp_path, number, case, 2)
     theirs = run_deepspeed("exports", str(tmp_path), 2, tmp_path)
+    table = Table()
     for number, (case, got, want) in enumerate(zip(CASES, theirs, mine, strict=True)):
         assert got["client"] == number and got["steps"] == BEFORE
         assert got["losses"] == pytest.approx(want, rel=2e-4 if case.get("dtype") else 1e-6), case
+        written = f"here at stage {case['stage']}, exported as {case['format']}"
+        table.add(case, written, 2, f"DeepSpeed at stage {case['theirs']}", difference(got["losses"], want))
         if case["format"] == "deepspeed" and case["theirs"]:  # their own zero_to_fp32
             weights = torch.load(tmp_path / f"{number}-fp32.pt")
             ours = get_fp32_state_dict_from_zero_checkpoint(tmp_path / str(number))
             assert set(weights) == set(ours), case
             assert all(torch.equal(weights[name], value.float()) for name, value in ours.items()), case
+    table.write("3")
     _conversions(tmp_path)
 
 

@@ -11,6 +11,7 @@ import torch
 import launcher
 from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from launcher.integrations.experts import MoE
+from tests.parity_deepspeed.checkpoint_table import Table, difference
 from tests.parity_deepspeed.conftest import run_deepspeed
 from tests.parity_deepspeed.split_saves import AFTER, BEFORE, arguments_of, build, cases_of, config_of, steps
 from tests.pool import RankContext, WorkerPool
@@ -52,6 +53,7 @@ def test_losses_go_on(pool: WorkerPool, tmp_path: Path, world: int, kind: str) -
             for name, value in got.items():
                 want = torch.load(where / name / "fp32.pt", weights_only=False)
                 assert torch.equal(value, want["param"]), (case, name)
+    table = Table()
     for ranks, tp, further, layout in TOPOLOGIES[world]:
         for mine in pool.run(go_on, ranks, tmp_path, kind, tp, further, layout):
             for (_, case), got, want in zip(cases_of(kind), mine, theirs, strict=True):
@@ -62,3 +64,8 @@ def test_losses_go_on(pool: WorkerPool, tmp_path: Path, world: int, kind: str) -
                 first = 2e-4 if case.get("dtype") and kind != "pp" else 1e-6
                 assert got[0] == pytest.approx(want[0], rel=first), (case, ranks, tp, further, layout)
                 assert got == pytest.approx(want, rel=bar), (case, ranks, tp, further, layout)
+                ways = (
+                    "whole, split, on other ranks; the universal copy" if kind == "tp" else "on other ranks"
+                )
+                table.add(case, f"stage {case['stage']}", world, ways, difference(got, want))
+    table.write(f"2-{kind}-{world}")

@@ -1,0 +1,90 @@
+"""The matrix of checkpoints of the real DeepSpeed that go on here, and back: cell by cell, in docs/checkpoints.md.
+
+python -m tests.parity_deepspeed.checkpoint_table     runs the tests (a quarter of an hour), and writes the page
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "checkpoints.md"
+PLACE = "LAUNCHER_CHECKPOINT_TABLE"
+"""Variable: the directory that the tests write their rows into."""
+TESTS = ("test_checkpoints.py", "test_split_checkpoints.py", "test_exports.py")
+_INTRODUCTION = """# Checkpoints of DeepSpeed, cell by cell
+
+A run of the real DeepSpeed 0.19.8 makes {before} steps, saves, and makes {after} more. launcher loads what it saved,
+on the same and on other numbers of ranks and at other ZeRO stages, and makes the same {after} steps. In every cell the
+weights are the same to the bit, and so are the moments of the first kind below. The table has the largest relative
+difference of a loss, over all ranks and all ways to go on. "2 at +1" is two ranks at the next stage. The last kind goes
+the other way: launcher saves, exports, and DeepSpeed goes on. The page has {cells} cells, and is written by
+`python -m tests.parity_deepspeed.checkpoint_table`, which runs them.
+
+| what | written | on ranks | goes on | largest difference |
+|---|---|---|---|---|
+{rows}
+"""
+
+
+def difference(got: Sequence[float], want: Sequence[float]) -> float:
+    """Return the largest relative difference of losses."""
+    return max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
+
+
+class Table:
+    """What a test found, by case; written when it is asked for."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, ...], float] = {}
+
+    def add(self, case: Mapping[str, Any], written: str, ranks: int, ways: str, found: float) -> None:
+        key = (_words(case), written, str(ranks), ways)
+        self._rows[key] = max(found, self._rows.get(key, 0.0))
+
+    def write(self, name: str) -> None:
+        if place := os.environ.get(PLACE):
+            rows = [[*key, found] for key, found in self._rows.items()]
+            Path(place, f"{name}.json").write_text(json.dumps(rows))
+
+
+def _words(case: Mapping[str, Any]) -> str:
+    """Say what a case is, for people."""
+    zero = case.get("zero", {})
+    parts = [
+        {"groups": "two param groups"}.get(case["kind"], case["kind"]),
+        case.get("dtype", "fp32"),
+        *([f"AutoTP over {case['tp']}"] if case.get("tp", 1) > 1 else []),
+        *([f"PipelineModule of {case['pp']} stages"] if "pp" in case else []),
+        *([f"experts, ep {case['ep']}"] if "ep" in case else []),
+        *(f"{key} {value['device'] if isinstance(value, dict) else value}" for key, value in zero.items()),
+    ]
+    return ", ".join(parts)
+
+
+def main() -> int:
+    from tests.parity_deepspeed.saves import AFTER, BEFORE
+
+    with tempfile.TemporaryDirectory() as place:
+        tests = [str(Path(__file__).with_name(name)) for name in TESTS]
+        command = [sys.executable, "-m", "pytest", *tests, "--full", "--timeout", "1000", "-n", "2"]
+        env = os.environ | {PLACE: place, "LAUNCHER_TEST_PARITY": "1"}
+        if code := subprocess.run(
+            [*command, "--dist", "loadfile"], env=env, cwd=ROOT, check=False
+        ).returncode:
+            return code
+        rows = [row for path in sorted(Path(place).glob("*.json")) for row in json.loads(path.read_text())]
+    lines = [f"| {' | '.join(cells)} | {found:.0e} |" for *cells, found in rows]
+    PAGE.write_text(_INTRODUCTION.format(before=BEFORE, after=AFTER, cells=len(rows), rows="\n".join(lines)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
