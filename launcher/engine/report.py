@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from launcher.comm import all_reduce
+from launcher.monitor.log import say
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -55,10 +56,9 @@ def announce(engine: Engine) -> None:
 
 
 def loaded(engine: Engine, path: Path, meta: Mapping[str, Any]) -> None:
-    """Log on rank 0 what a script has loaded; recipes print it themselves."""
-    if engine.mesh.rank == 0 and not engine.quiet:
-        writer = meta.get("writer", "launcher")
-        logger.info("loaded %s: step %s, written by %s", path, meta["global_steps"], writer)
+    """Say on rank 0 what a script has loaded, where another program wrote it; recipes print it themselves."""
+    if engine.mesh.rank == 0 and not engine.quiet and "writer" in meta:
+        say(f"loaded {path}: step {meta['global_steps']}, written by {meta['writer']}")
 
 
 def parameters(engine: Engine) -> int:
