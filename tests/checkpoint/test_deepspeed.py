@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pickle
 import re
+import runpy
 import shutil
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +164,15 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
         "builtins.eval": Runs(eval, f"open({str(mark)!r}, 'w')"),
         "builtins.exec": Runs(exec, f"open({str(mark)!r}, 'w')"),
         "shutil.rmtree": Runs(shutil.rmtree, str(tmp_path / "none")),
-        "tests.checkpoint.test_deepspeed.FROZEN": None,
+        "posix.remove": Runs(os.remove, str(tmp_path / "none")),
+        "subprocess.Popen": Runs(subprocess.Popen, ["touch", str(mark)]),
+        "importlib.import_module": Runs(importlib.import_module, "antigravity"),
+        "runpy.run_path": Runs(runpy.run_path, str(mark)),
+        "socket.create_connection": Runs(socket.create_connection, ("127.0.0.1", 1)),
+        "_pickle.loads": Runs(pickle.loads, b"cposix\nsystem\n(S'touch it'\ntR."),
     }
     for place in ("mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"):
         for name, attack in attacks.items():
-            if attack is None:
-                continue
             root = tmp_path / f"{place}{name}"
             file = write(root, model, values_of(model), stage=2, ranks=2) / place
             with deepspeed_files.theirs():
@@ -173,6 +181,9 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError) as refused:
                 open_content(file.parent)
             assert name in str(refused.value) and str(file) in str(refused.value)
+    file.write_bytes(f"cposix\nsystem\n(S'touch {mark}'\ntR.".encode())  # without torch.save's archive
+    with pytest.raises(CheckpointError, match="is not made of tensors and plain values"):
+        open_content(file.parent)
     assert not mark.exists()
 
 
