@@ -204,9 +204,9 @@ MUTANTS = {
     ),
     "checksum-is-not-looked-at": Mutant(
         "checkpoint/reader.py",
-        "            if damaged := archive.testzip():\n"
-        '                raise ValueError(f"the checksum of {damaged} at byte {sinfo.offset} is wrong")\n',
-        "            archive.infolist()\n",
+        "        if damaged := archive.testzip():\n"
+        '            raise ValueError(f"the checksum of {damaged} at byte {info.offset} is wrong")\n',
+        "        archive.infolist()\n",
         "a checkpoint with a damaged byte is loaded without a word",
     ),
     "background-save-of-live-tensors": Mutant(
