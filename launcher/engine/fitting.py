@@ -77,7 +77,7 @@ def look(
         if optimizer:
             _check_optimizer(engine, path, meta)
             if meta["optimizer"] is not None and engine.optimizer is not None:
-                saved_groups(meta["optimizer"], engine.optimizer.state_dict()["names"])
+                saved_groups(meta["optimizer"], engine.optimizer.group_names())
             _check_states(engine, path, stored, strict=strict)
         return stored
 

@@ -149,7 +149,7 @@ def _schedule(engine: Engine, meta: dict[str, Any]) -> dict[str, Any]:
     state, optimizer = meta["scheduler"], meta["optimizer"]
     if optimizer is None or engine.optimizer is None:
         return dict(state)
-    groups = saved_groups(optimizer, engine.optimizer.state_dict()["names"])
+    groups = saved_groups(optimizer, engine.optimizer.group_names())
     return schedule_of(state, groups, len(optimizer["param_groups"]))
 
 

@@ -11,6 +11,20 @@ LABELS = {"name", "moe"}
 """Options that say nothing of a step."""
 
 
+def take_options(
+    groups: Sequence[dict[str, Any]], saved: Mapping[str, Any], names: Sequence[Sequence[str]]
+) -> None:
+    """Give the param groups of a run the options that their parameters had.
+
+    Raises:
+        CheckpointError: as `saved_groups`.
+    """
+    for group, number in zip(groups, saved_groups(saved, names), strict=True):
+        # JSON has no tuples: keep the kind that the optimizer uses
+        options = saved["param_groups"][number].items()
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options})
+
+
 def saved_groups(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[int]:
     """Return the number of the saved group whose options each group of a run has.
 

@@ -336,22 +336,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return options and parameter names of the groups, in order; tensors go through checkpoints, by name."""
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        names = [[name for name, at in self._group_of.items() if at == i] for i in range(len(options))]
-        return {"param_groups": options, "names": names}
+        return {"param_groups": options, "names": self.group_names()}
+
+    def group_names(self) -> list[list[str]]:
+        """Return the names of this rank's parameters, by param group."""
+        groups = range(len(self.param_groups))
+        return [[name for name, at in self._group_of.items() if at == number] for number in groups]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the options of the param groups: of those that the parameters were in, in whatever order.
+        from launcher.optim.saved_groups import take_options
 
-        Raises:
-            CheckpointError: they were in several groups, with other options.
-        """
-        from launcher.optim.saved_groups import saved_groups
-
-        found = saved_groups(state_dict, self.state_dict()["names"])
-        for group, number in zip(self.param_groups, found, strict=True):
-            # JSON has no tuples: keep the kind that the optimizer uses
-            saved = state_dict["param_groups"][number]
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        take_options(self.param_groups, state_dict, self.group_names())
 
 
 # ---- the order of a step, which the memory estimate goes through, too -----------------------

@@ -5,7 +5,7 @@ See `engine/state.py` for the names, and for what the meta has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -67,10 +67,31 @@ def _opened(directory: Path, files: object) -> Content:
     """A load asks for the meta, the shapes and the tensors one after the other; `files` tells that nothing changed."""
     found = find(directory)
     ranks = [OpenedFiles(rank) for rank in found.ranks]
-    _, splits = stages_and_splits(ranks, found.layers)
-    layers, places, first = Layers(found.layers), list[Place](), None
+    layers = Layers(found.layers)
+    stored, (rest, states, groups) = _of_ranks(directory, ranks, layers)
+    if found.universal is not None:
+        # Files of a split model have the shapes of its parts.
+        own = ranks[0].groups if len(ranks) == 1 else []
+        shapes = {name: shape for group in own for name, shape in group.items()}
+        merged, rest, states, groups = universal(found.universal, shapes)
+        layers.rename_ties(merged, 0)
+        stored |= merged
+    _check_whole(directory, stored)
+    _check_steps(directory, stored)
+    names = [] if found.layers else _group_names(ranks[0], groups)  # of all stages they would be needed
+    meta = meta_of(ranks[0].model, rest, groups, states, ranks[0].tied, names)
+    return Content(stacked(stored, directory), meta, found.all)
+
+
+def _of_ranks(
+    directory: Path, ranks: Sequence[OpenedFiles], layers: Layers
+) -> tuple[Place, tuple[dict[str, Any] | None, States, list[dict[str, Any]]]]:
+    """Return (what all model-parallel ranks have; of the first: its part of the optimizer's file, the states in it,
+    options of the param groups)."""
+    _, splits = stages_and_splits(ranks, layers.files)
+    places, first = list[Place](), None
     for number, opened in enumerate(ranks):
-        if found.layers:
+        if layers.files:
             opened.module = layers.module_of(opened, number % splits)
         stored, states, groups = _of_rank(opened)
         _check_whole(directory, stored)
@@ -79,26 +100,15 @@ def _opened(directory: Path, files: object) -> Content:
         places.append(stored)
         first = first or (opened.optimizers.get(0), states, groups)
     assert first is not None
-    stored = _joined(places, splits, ranks[0])
-    rest, states, groups = first
-    if found.universal is not None:
-        # Files of a split model have the shapes of its parts.
-        shapes = (
-            {name: shape for group in ranks[0].groups for name, shape in group.items()}
-            if len(ranks) == 1
-            else {}
-        )
-        merged, rest, states, groups = universal(found.universal, shapes)
-        layers.rename_ties(merged, 0)
-        stored |= merged
-    _check_whole(directory, stored)
-    _check_steps(directory, stored)
-    stored = stacked(stored, directory)
-    named: list[Any] = [group["names"] for group in groups if "names" in group] or ranks[0].group_names
-    if found.layers:
-        named = []  # of all stages they would be needed
-    names = [list(dict.fromkeys(map(stacked_name, group))) for group in named]
-    return Content(stored, meta_of(ranks[0].model, rest, groups, states, ranks[0].tied, names), found.all)
+    return _joined(places, splits, ranks[0]), first
+
+
+def _group_names(opened: OpenedFiles, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the names of the parameters of each param group, as they are here; []: the files do not say them."""
+    named: list[Any] = [group["names"] for group in groups if "names" in group] or opened.group_names
+    if len(named) != len(groups):  # a universal copy of stage 3 has the sub-groups' names
+        named = [[name for group in named for name in group]] if len(groups) == 1 else []
+    return [list(dict.fromkeys(map(stacked_name, group))) for group in named]
 
 
 def _of_rank(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]:

@@ -6,7 +6,7 @@ A tied module has a name of its own there, `tied_modules.KEY`; here it has that 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -27,6 +27,7 @@ class Layers:
     """
 
     def __init__(self, files: Mapping[tuple[int, int], Path]) -> None:
+        self.files = files
         self._named: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for (layer, rank), path in sorted(files.items()):
             named = self._named[rank]
@@ -118,7 +119,7 @@ def _has_twins(named: Mapping[str, Tensor]) -> bool:
     )
 
 
-def stages_and_splits(ranks: list[OpenedFiles], files: Mapping[tuple[int, int], Path]) -> tuple[int, int]:
+def stages_and_splits(ranks: Sequence[OpenedFiles], files: Mapping[tuple[int, int], Path]) -> tuple[int, int]:
     """Return (pipeline stages, tensor-parallel ranks); model-parallel rank = stage x tensor-parallel ranks + rank.
 
     Raises:
