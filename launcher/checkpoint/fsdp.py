@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from launcher.checkpoint.deepspeed.meta import OPTIONS, types_of
 from launcher.checkpoint.deepspeed.unpickle import plain
-from launcher.checkpoint.names import META_FILE, fsdp_directories
+from launcher.checkpoint.names import META_FILE, METADATA_FILE, fsdp_directories
 from launcher.checkpoint.reader import SafeReader, read_chunk, read_stored
 from launcher.comm.plain import encode
 from launcher.errors import CheckpointError
@@ -32,57 +32,98 @@ logger = logging.getLogger("launcher")
 _MODEL, _STATE, _GROUPS = "model", "state", "param_groups"
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Something of an optimizer: a state of a parameter, or an option of a param group.
+
+    Args:
+        root: path of the optimizer.
+        whose: name of the parameter, or number of the group; flattened, options are by parameter.
+    """
+
+    root: tuple[Any, ...]
+    kind: str
+    whose: Any
+    key: str
+
+
 @dataclass
 class FsdpContent:
     """What a checkpoint has, under launcher's names.
 
     Attributes:
         metadata: shapes, dtypes, and where in which file everything is.
-        options: number of a param group, or name of a parameter -> its options.
+        options: (root of an optimizer, group or parameter) -> its options.
         left: what is not loaded.
-        places: of Python values, by their paths.
     """
 
     directory: Path
     metadata: Metadata = field(default_factory=lambda: Metadata({}, storage_data={}))
-    options: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    options: dict[tuple[Any, Any], dict[str, Any]] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
 
     def take(self, directory: Path) -> None:
         """Add what one directory has.
 
         Raises:
-            CheckpointError: it is damaged, or one of launcher's own without its meta.json.
+            CheckpointError: it is one of launcher's own without its meta.json, or counts steps otherwise.
         """
         stored = read_stored(directory)
         if (
             not stored.planner_data
         ):  # torch writes it where it has flattened names, and launcher has none to flatten
             raise _damaged(directory / META_FILE, "it is missing")
-        paths = {key: stored.planner_data.get(key, (key,)) for key in stored.state_dict_metadata}
+        paths = {key: tuple(stored.planner_data.get(key, (key,))) for key in stored.state_dict_metadata}
+        parts = {key: part for key, path in paths.items() if (part := _part_of(path)) is not None}
+        # What has no param groups is no optimizer: an average of weights, the place in the data.
+        optimizers = {part.root for part in parts.values() if part.kind == _GROUPS}
         nested = any(path[0] == _MODEL and len(path) > 1 for path in paths.values())
-        for key, entry in stored.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                name = _name(paths[key], entry, nested=nested)
+        for key, path in paths.items():
+            is_tensor = isinstance(stored.state_dict_metadata[key], TensorStorageMetadata)
+            part = parts.get(key)
+            if part is None or part.root not in optimizers:
+                name = _weight(path, nested=nested) if is_tensor else None
                 if name is None:
-                    self.left.add(str(paths[key][0]))
+                    self.left.add(".".join(map(str, path[:3])))
                 else:
                     self._put(directory, stored, key, name)
-            elif (option := _option(paths[key])) is not None:
-                group, what = option
-                self.options.setdefault(group, {})[what] = self._value(directory, stored, key)
+            elif part.kind == _GROUPS:
+                self.options.setdefault((part.root, part.whose), {})[part.key] = _value(
+                    directory, stored, key
+                )
+            elif is_tensor:
+                self._put(directory, stored, key, _of_state(part, stored.state_dict_metadata[key]))
             else:
-                self.left.add(str(paths[key][0]))
+                raise _unread(
+                    directory, f"the state {part.key!r} of {part.whose} is a Python number, not a tensor"
+                )
 
     def _put(self, directory: Path, stored: Metadata, key: str, name: str) -> None:
         self.metadata.state_dict_metadata[name] = stored.state_dict_metadata[key]
-        for index, info in stored.storage_data.items():
-            if index.fqn == key:
-                path = str((directory / info.relative_path).relative_to(self.directory))
-                self.metadata.storage_data[replace(index, fqn=name)] = replace(info, relative_path=path)
+        for index, info in _places(stored, key):
+            path = str((directory / info.relative_path).relative_to(self.directory))
+            self.metadata.storage_data[replace(index, fqn=name)] = replace(info, relative_path=path)
 
-    def _value(self, directory: Path, stored: Metadata, key: str) -> Any:
-        return _loaded(directory, stored.storage_data[MetadataIndex(key)])
+    def check(self) -> None:
+        """Check that it is a model with the states of its parameters, and that the files are as long as they should be.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        names = self.metadata.state_dict_metadata
+        if not any(name.startswith("model/") for name in names):
+            raise _unread(
+                self.directory, f"it has no weights under {_MODEL!r}, where programs of FSDP2 put them"
+            )
+        of_states = {name.split("/", 2)[2] for name in names if not name.startswith("model/")}
+        if odd := sorted(name for name in of_states if f"model/{name}" not in names):
+            raise _unread(
+                self.directory, f"the optimizer has states of {odd[0]!r}, which is no parameter's name"
+            )
+        for relative, end in _ends(self.metadata.storage_data):
+            path = self.directory / relative
+            if not path.is_file() or path.stat().st_size < end:
+                raise _damaged(path, "it is too short" if path.is_file() else "it is missing")
 
     def steps(self) -> int:
         """Return the steps that were made."""
@@ -114,17 +155,16 @@ class FsdpContent:
 
     def _groups(self) -> tuple[list[dict[str, Any]], list[list[str]]]:
         """Return (options of the param groups, names of their parameters). Flattened, each parameter has options."""
-        names = {number: [str(number)] for number in self.options}
-        names |= {number: list(said["params"]) for number, said in self.options.items() if "params" in said}
         options: list[dict[str, Any]] = []
         members: list[list[str]] = []
-        for number, said in self.options.items():
+        for (_, whose), said in self.options.items():
+            names = list(said["params"]) if "params" in said else [str(whose)]
             own = {key: said[key] for key in OPTIONS if key in said and plain(said[key])}
-            if isinstance(number, str) and own in options:
-                members[options.index(own)] += names[number]
+            if isinstance(whose, str) and own in options:
+                members[options.index(own)] += names
             else:
                 options.append(own)
-                members.append(names[number])
+                members.append(names)
         return options, members
 
 
@@ -144,15 +184,11 @@ def open_fsdp(directory: Path) -> FsdpContent:
 def _opened(directory: Path, changed: object) -> FsdpContent:
     content = FsdpContent(directory)
     for place in fsdp_directories(directory):
-        content.take(place)
-    if not any(name.startswith("model/") for name in content.metadata.state_dict_metadata):
-        raise CheckpointError(
-            f"{directory} has no weights under {_MODEL!r}, where programs of FSDP2 put them.",
-            where=str(directory),
-            fix="save the state dicts of torch.distributed.checkpoint.state_dict as {'model': ..., 'optim': ...}, or "
-            "export the model in Hugging Face's format and start from that",
-        )
-    _check_sizes(content)
+        try:
+            content.take(place)
+        except (KeyError, AttributeError, TypeError, ValueError) as error:  # names that do not fit together
+            raise _damaged(place / METADATA_FILE, f"{type(error).__name__}: {error}") from error
+    content.check()
     if content.left:
         logger.warning("of %s this is not loaded: %s", directory, ", ".join(sorted(content.left)))
     return content
@@ -178,33 +214,35 @@ def reader_of(directory: Path) -> SafeReader:
     return SafeReader(directory, open_fsdp(directory).metadata)
 
 
-def _name(path: tuple[Any, ...], entry: TensorStorageMetadata, *, nested: bool) -> str | None:
-    """Return launcher's name of a tensor; None where it is none of a run's."""
-    parts = [str(part) for part in path]
-    if _STATE in parts[:-2]:
-        at = parts.index(_STATE)
-        return _of_state(".".join(parts[at + 1 : -1]), parts[-1], entry)
-    if parts[-1].startswith(f"{_STATE}."):
-        name, _, state = parts[-1].removeprefix(f"{_STATE}.").rpartition(".")
-        return _of_state(name, state, entry)
-    if not nested and len(parts) == 1:
-        return f"model/{parts[0]}"
-    return f"model/{'.'.join(parts[1:])}" if nested and parts[0] == _MODEL else None
+def _part_of(path: tuple[Any, ...]) -> _Part | None:
+    """Return what a path has of an optimizer; None where it cannot be of one."""
+    if len(path) > 2 and path[-3] in (_STATE, _GROUPS):
+        return _Part(path[:-3], path[-3], path[-2], str(path[-1]))
+    kind, _, rest = str(path[-1]).partition(".")
+    whose, _, key = rest.rpartition(".")
+    return _Part(path[:-1], kind, whose, key) if kind in (_STATE, _GROUPS) and whose else None
 
 
-def _of_state(name: str, state: str, entry: TensorStorageMetadata) -> str:
-    return f"{'optimizer' if len(entry.size) else 'scalar'}/{state}/{name}"
+def _weight(path: tuple[Any, ...], *, nested: bool) -> str | None:
+    """Return launcher's name of a tensor of the model; None where it is of something else."""
+    if nested != (len(path) > 1) or (nested and path[0] != _MODEL):
+        return None
+    return f"model/{'.'.join(map(str, path[1:] if nested else path))}"
 
 
-def _option(path: tuple[Any, ...]) -> tuple[Any, str] | None:
-    """Return (param group, or parameter; option) of a Python value; None where it is no option."""
-    if _GROUPS in path[:-2]:
-        return path[-2], str(path[-1])
-    last = str(path[-1])
-    if last.startswith(f"{_GROUPS}."):
-        name, _, option = last.removeprefix(f"{_GROUPS}.").rpartition(".")
-        return name, option
-    return None
+def _of_state(part: _Part, entry: Any) -> str:
+    return f"{'optimizer' if len(entry.size) else 'scalar'}/{part.key}/{part.whose}"
+
+
+def _places(stored: Metadata, key: str) -> list[tuple[MetadataIndex, Any]]:
+    return [(index, info) for index, info in (stored.storage_data or {}).items() if index.fqn == key]
+
+
+def _value(directory: Path, stored: Metadata, key: str) -> Any:
+    """Return an option, which may be a tensor: compiled optimizers have their rate in one."""
+    ((_, info),) = _places(stored, key)
+    value = _loaded(directory, info)
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _loaded(directory: Path, info: Any) -> Any:
@@ -217,19 +255,20 @@ def _loaded(directory: Path, info: Any) -> Any:
         raise _damaged(path, str(error).partition("\n")[0]) from error
 
 
-def _check_sizes(content: FsdpContent) -> None:
-    """Check that the files are as long as what is in them; the checksums of tensors are compared when they are read."""
-    for relative, end in _ends(content.metadata.storage_data):
-        path = content.directory / relative
-        if not path.is_file() or path.stat().st_size < end:
-            raise _damaged(path, "it is too short" if path.is_file() else "it is missing")
-
-
 def _ends(places: Mapping[MetadataIndex, Any]) -> Iterator[tuple[str, int]]:
     ends: dict[str, int] = {}
     for info in places.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     yield from ends.items()
+
+
+def _unread(directory: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} cannot be read: {why}.",
+        where=str(directory),
+        fix="save {'model': ..., 'optim': ...} of torch.distributed.checkpoint.state_dict.get_state_dict(), or start "
+        "from the model in Hugging Face's format",
+    )
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

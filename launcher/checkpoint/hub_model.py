@@ -34,14 +34,17 @@ def write_model(
     Raises:
         CheckpointError: the weights are not those of such a model, or `out` has a model.
     """
-    if there := [path for path in (out / CONFIG, *sorted(out.glob("*.safetensors*"))) if path.exists()]:
+    if there := [path for path in (out / CONFIG, *sorted(out.glob("[!.]*.safetensors*"))) if path.exists()]:
         raise there_already(there[0])
     dtype = dtype or stored.dtype
     made: Any = build_on_meta(load_config(model))
     adopt_generation(made)
-    _check(stored, made, model)
+    ties = _ties(made)
+    _check(stored, made, model, ties)
     layout, entries = HubLayout(made), list[ExportEntry]()
     for name, shape in stored.shapes.items():
+        if name in ties:
+            continue
         own = stored.dtype_of(name, dtype)
         entries += layout.entries(name, own, torch.Size(shape), partial(_read, stored, name, own))
     for name, _ in made.named_buffers():
@@ -54,11 +57,27 @@ def write_model(
     return dtype
 
 
-def _check(stored: SourceCheckpoint, model: Any, named: str) -> None:
+def _ties(model: Any) -> dict[str, str]:
+    """Return further names of tied parameters -> their first ones."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def _check(stored: SourceCheckpoint, model: Any, named: str, ties: dict[str, str]) -> None:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     problems = [
         *(f"{name} is not there" for name in shapes if name not in stored.shapes),
-        *(f"{name} is none of the model's" for name in stored.shapes if name not in shapes),
+        *(
+            f"{name} is none of the model's"
+            for name in stored.shapes
+            if name not in shapes and name not in ties
+        ),
+        *(
+            f"{other} is another matrix than {name}, and the model ties them"
+            for other, name in ties.items()
+            if {other, name} <= stored.shapes.keys() and not _equal(stored, other, name)
+        ),
         *(
             f"{name} has the shape {list(shape)}, not {list(shapes[name])}"
             for name, shape in stored.shapes.items()
@@ -73,6 +92,11 @@ def _check(stored: SourceCheckpoint, model: Any, named: str) -> None:
             fix="name the model that was trained. Adapters (LoRA) are merged in Python: --format fp32 writes their "
             "weights alone",
         )
+
+
+def _equal(stored: SourceCheckpoint, *names: str) -> bool:
+    one, other = (_read(stored, name, torch.float32) for name in names)
+    return torch.equal(one, other)
 
 
 def _read(stored: SourceCheckpoint, name: str, dtype: torch.dtype, kind: str = "model") -> Tensor:

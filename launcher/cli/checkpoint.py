@@ -104,7 +104,7 @@ def export(argv: Sequence[str]) -> int:
         from launcher.checkpoint.source import there_already
 
         directory, tag = _chosen(flags)
-        if there := sorted(Path(flags.out).glob("*.safetensors*")):
+        if there := sorted(Path(flags.out).glob("[!.]*.safetensors*")):
             raise there_already(there[0])
         convert_zero_checkpoint_to_fp32_state_dict(directory, flags.out, safe_serialization=True, tag=tag)
         print(f"wrote the weights of {flags.directory} into {flags.out}, in fp32")
@@ -194,7 +194,9 @@ def _source(parser: FlagParser) -> None:
 def _chosen(flags: Any) -> tuple[Path, str | None]:
     """Return the directory of checkpoints and the tag. The directory of one checkpoint may be named, too."""
     from launcher.checkpoint.names import META_FILE
+    from launcher.checkpoint.store import has_latest
     from launcher.checkpoint.tags import is_foreign
+    from launcher.earlier_run import CHECKPOINTS
 
     given = Path(flags.directory)
     if not given.is_dir():
@@ -205,4 +207,6 @@ def _chosen(flags: Any) -> tuple[Path, str | None]:
     if flags.tag in (None, given.resolve().name) and ((given / META_FILE).is_file() or is_foreign(given)):
         given = given.resolve()
         return given.parent, given.name
+    if not has_latest(given) and has_latest(given / CHECKPOINTS):  # a run's output directory
+        return given / CHECKPOINTS, flags.tag
     return given, flags.tag

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Size
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
+from launcher.checkpoint import store
 from launcher.checkpoint.names import META_FILE
 from launcher.checkpoint.ranks import CollectiveErrors
 from launcher.checkpoint.reader import read_metadata
@@ -63,7 +65,11 @@ def look(
         n for n in mine if n.startswith("buffer/")
     }
     known = set().union(*of_stages(engine, sorted(mine)))
-    known |= {f"model/{name}" for name in tied_names(engine)}  # some programs write each of their names
+    ties = tied_names(engine)
+    known |= {f"model/{name}" for name in ties}  # some programs write each of their names
+    known |= {
+        f"model/{name}" for name, _ in persistent_buffers(engine.module)
+    }  # or do not tell buffers apart
 
     def check() -> Stored:
         _check_meta(path, meta)
@@ -73,11 +79,12 @@ def look(
         stored = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         if strict:
             _check_names(path, stored, known)
-        _check_shapes(path, stored, mine, read if strict else set(), _frozen(engine))
+        own, needed = ({stored_name(n, stored): n for n in names} for names in (mine, read if strict else ()))
+        _check_shapes(path, stored, {n: mine[o] for n, o in own.items()}, {*needed}, _frozen(engine))
+        _check_ties(path, stored, ties)
         if optimizer:
             _check_optimizer(engine, path, meta)
-            if meta["optimizer"] is not None and engine.optimizer is not None:
-                saved_groups(meta["optimizer"], engine.optimizer.group_names())
+            _check_groups(engine, path, meta)
             _check_states(engine, path, stored, strict=strict)
         return stored
 
@@ -86,6 +93,44 @@ def look(
     if strict and not allow_model_changes:  # last, and on all ranks: names and shapes say more
         ranks.together(lambda: _check_settings(engine, path, meta))
     return stored
+
+
+def stored_name(name: str, stored: Stored) -> str:
+    """Return the name that a checkpoint has for a tensor: programs of FSDP2 do not tell buffers from parameters."""
+    other = name.replace("buffer/", "model/", 1)
+    return other if name.startswith("buffer/") and name not in stored and other in stored else name
+
+
+def _check_ties(path: Path, stored: Stored, ties: dict[str, str]) -> None:
+    """Check that a checkpoint which has a tied parameter under several names has the same values under each."""
+    for other, name in ties.items():
+        if f"model/{other}" in stored and f"model/{name}" in stored:
+            pair = {f"model/{n}": torch.empty(stored[f"model/{n}"].size) for n in (other, name)}
+            store.load(path.parent, path.name, pair, local=True, compared=True, stay_open=True)
+            if not torch.equal(*pair.values()):
+                raise CheckpointError(
+                    f"The checkpoint has other values for {other} than for {name}, and the model ties them.",
+                    where=str(path),
+                    fix="build the model as it was: its config.json says tie_word_embeddings",
+                )
+
+
+def _check_groups(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
+    """Check that the param groups of the checkpoint have the parameters of this run's."""
+    if meta["optimizer"] is None or engine.optimizer is None:
+        return
+    names = engine.optimizer.group_names()
+    saved_groups(meta["optimizer"], names)
+    known = {name for group in meta["optimizer"].get("names") or () for name in group}
+    # launcher's own checkpoints may be loaded into a run that trains more.
+    strange = [name for group in names for name in group if name not in known]
+    if known and strange and "writer" in meta:
+        raise CheckpointError(
+            f"The optimizer of the checkpoint did not have {len(strange)} parameters that are trained here: "
+            f"{_some(strange)}.",
+            where=str(path),
+            fix="train those that were trained, tied as they were, or pass load_optimizer_states=False",
+        )
 
 
 def _check_meta(path: Path, meta: dict[str, Any]) -> None:
@@ -169,11 +214,12 @@ def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
     # DeepSpeed's do not say which optimizer it was, but have states that some optimizers have
     theirs = theirs if isinstance(theirs, list) else [theirs]
     if mine[0] not in theirs:
-        has = " or ".join(theirs) or "no optimizer"
+        has = f"the state of {' or '.join(theirs)}" if theirs else "weights, and no state of an optimizer"
         raise CheckpointError(
-            f"The checkpoint has the state of {has}, but this run steps with {mine[0]}.",
+            f"The checkpoint has {has}, but this run steps with {mine[0]}.",
             where=str(path),
-            fix="use the optimizer that it was saved with, or pass load_optimizer_states=False",
+            fix="use the optimizer that it was saved with, or pass load_optimizer_states=False. A recipe starts from "
+            "weights alone with --model, after `launch export --format hf`",
         )
 
 

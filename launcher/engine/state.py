@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from launcher.checkpoint.tags import tag_path
 from launcher.cluster.secret import without_secrets
 from launcher.comm.plain import decode, encode
 from launcher.engine import report
-from launcher.engine.fitting import Stored, look, parts_of
+from launcher.engine.fitting import Stored, look, parts_of, stored_name
 from launcher.engine.random_state import random_states, restore_random_states
 from launcher.engine.rates import tell_rates
 from launcher.engine.whole import tied_names
@@ -27,6 +28,8 @@ from launcher.zero import ParamSlice
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
+
+logger = logging.getLogger("launcher")
 
 # Names in a checkpoint: model/<parameter>, buffer/<buffer>, optimizer/<state>/<parameter> (shaped like the parameter),
 # scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<place>
@@ -83,7 +86,7 @@ def load_state(
             f"model/{piece.name}": _flat_slice(engine, piece, piece.part, window)
             for piece in engine.zero.slices()
         }
-        tensors |= _buffers(engine)
+        tensors |= {stored_name(name, stored): buffer for name, buffer in _buffers(engine).items()}
         if stepper is not None:
             tensors |= _empty_optimizer_state(engine, stored, window)
             stepper.load_state_dict(meta["optimizer"])
@@ -149,8 +152,13 @@ def _schedule(engine: Engine, meta: dict[str, Any]) -> dict[str, Any]:
     state, optimizer = meta["scheduler"], meta["optimizer"]
     if optimizer is None or engine.optimizer is None:
         return dict(state)
-    groups = saved_groups(optimizer, engine.optimizer.group_names())
-    return schedule_of(state, groups, len(optimizer["param_groups"]))
+    groups, count = saved_groups(optimizer, engine.optimizer.group_names()), len(optimizer["param_groups"])
+    if groups != list(range(count)) and engine.global_rank == 0:
+        logger.warning(
+            "the param groups are others than in the checkpoint: options and rates follow their parameters, and a "
+            "list in the JSON's scheduler belongs to the groups of this run"
+        )
+    return schedule_of(state, groups, count)
 
 
 def _rng_to_load(engine: Engine, stored: Stored) -> dict[str, Tensor]:

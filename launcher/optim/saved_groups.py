@@ -60,13 +60,22 @@ def saved_groups(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> li
 
 
 def schedule_of(state: Mapping[str, Any], groups: Sequence[int], count: int) -> dict[str, Any]:
-    """Return the state of a schedule whose lists of rates are those of these groups, of `count` that were saved."""
-    return {
-        key: [value[number] for number in groups]
-        if key.endswith(("lr", "lrs")) and isinstance(value, list) and len(value) == count
-        else value
-        for key, value in state.items()
-    }
+    """Return the state of a schedule, and of those in it, whose lists by param group are those of these groups.
+
+    Args:
+        count: how many groups were saved.
+    """
+    return {key: _by_group(key, value, groups, count) for key, value in state.items()}
+
+
+def _by_group(key: Any, value: Any, groups: Sequence[int], count: int) -> Any:
+    if type(value) is dict:  # milestones are in one of another kind
+        return schedule_of(value, groups, count)
+    if isinstance(value, list) and any(type(inner) is dict for inner in value):
+        return [_by_group(key, inner, groups, count) for inner in value]
+    named = str(key).endswith(("lr", "lrs", "momentums"))
+    is_by_group = named and isinstance(value, list) and len(value) == count
+    return [value[number] for number in groups] if is_by_group else value
 
 
 def _check_count(saved: int, here: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from torch.distributed.fsdp import fully_shard
 import launcher
 from launcher.checkpoint import formats
 from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launcher.checkpoint.source import SourceCheckpoint
 from launcher.checkpoint.store import load_meta
 from launcher.cli.main import main
 from launcher.errors import CheckpointError
 from tests.checkpoint.test_reader import _Malice
 from tests.engine.driving import CPU
-from tests.pool import RankContext, WorkerPool
+from tests.pool import RankContext, RanksFailed, WorkerPool
 from tests.pool.reference import batch, share, tiny_llama
 
 BEFORE, AFTER = 3, 5
@@ -156,3 +158,90 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp cannot be read"):
         load_meta(tmp_path, "theirs")
     assert not proof.exists()
+
+
+def test_what_else_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two optimizers, a rate in a tensor, an average of weights, a module that is called `state`."""
+    model = nn.ModuleDict({"state": nn.Linear(2, 2), "rest": nn.Linear(2, 2)})
+    made = {}
+    for name, rate in (("state", 0.1), ("rest", torch.tensor(0.5))):
+        optimizer = torch.optim.AdamW(model[name].parameters(), lr=rate)
+        for p in model[name].parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        made[name] = get_optimizer_state_dict(model, optimizer)
+    average = {"state": {"rest.weight": {"exp_avg": torch.zeros(2, 2)}}}
+    state = {"model": get_model_state_dict(model), "optim": list(made.values()), "ema": average}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    stored = SourceCheckpoint(tmp_path, "a")
+    assert [group["lr"] for group in stored.options] == [0.1, 0.5]
+    assert [sorted(names) for names in stored.groups] == [[f"{name}.bias", f"{name}.weight"] for name in made]
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "launcher"]
+    assert told.endswith("this is not loaded: ema.state.rest.weight")
+    states = dict(stored.whole_states(1 << 20))
+    assert all(torch.equal(states[name]["model"], p) for name, p in model.named_parameters())
+    assert all(states[name]["exp_avg"].count_nonzero() == p.numel() for name, p in model.named_parameters())
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    numbered = copy.deepcopy(optimizer.state_dict())
+    counted = get_optimizer_state_dict(model, optimizer)
+    for of in counted["state"].values():
+        of["step"] = 1
+    weights = model.state_dict()
+    for number, (state, told) in enumerate(
+        [
+            ({"model": weights, "optim": numbered}, "states of '0', which is no parameter's name"),
+            ({"model": weights, "optim": counted}, "'step' of (weight|bias) is a Python number"),
+            ({"app": {"model": weights}}, "no weights under 'model'"),
+        ]
+    ):
+        dcp.save(state, checkpoint_id=tmp_path / str(number), no_dist=True)
+        with pytest.raises(CheckpointError, match=told):
+            load_meta(tmp_path, str(number))
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.norm(self.layer(x)).square().mean()
+        return loss
+
+
+def load_buffers(ctx: RankContext, directory: Path) -> list[torch.Tensor]:
+    model = WithBuffer()
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    engine = launcher.initialize(model=model, optimizer=optimizer, config=config, device=CPU)[0]
+    engine.load_checkpoint(directory, "a")
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def test_buffers_and_ties(pool: WorkerPool, tmp_path: Path) -> None:
+    model = WithBuffer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 4)).backward()
+    optimizer.step()
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    for got in pool.run(load_buffers, 2, tmp_path):
+        assert all(map(torch.equal, got, model.state_dict().values()))
+    for tied, told in (
+        (True, "other values for lm_head.weight"),
+        (False, "did not have 1 parameters.*lm_head"),
+    ):
+        other = tiny_llama(tied=not tied, layers=2, vocab=61, seed=0)
+        optimizer = torch.optim.AdamW(groups_of(other), lr=1e-2)
+        loss_of(0, other, 0, 1).backward()
+        optimizer.step()
+        state = {"model": get_model_state_dict(other), "optim": get_optimizer_state_dict(other, optimizer)}
+        dcp.save(state, checkpoint_id=tmp_path / f"tied{tied}", no_dist=True)
+        with pytest.raises(RanksFailed, match=told):
+            pool.run(go_on, 1, tmp_path, f"tied{tied}", 1, tied)

@@ -40,4 +40,7 @@ def test_other_groups_are_refused() -> None:
 
 def test_rates_of_a_schedule_follow_their_groups() -> None:
     state = {"last_epoch": 4, "base_lrs": [1.0, 2.0, 3.0], "_last_lr": [4.0, 5.0, 6.0], "gammas": [1, 2, 3]}
-    assert schedule_of(state, [2, 0], 3) == state | {"base_lrs": [3.0, 1.0], "_last_lr": [6.0, 4.0]}
+    changed = state | {"base_lrs": [3.0, 1.0], "_last_lr": [6.0, 4.0]}
+    assert schedule_of(state, [2, 0], 3) == changed
+    sequence = {"_milestones": [1, 2, 3], "_schedulers": [state, state]}
+    assert schedule_of(sequence, [2, 0], 3) == sequence | {"_schedulers": [changed, changed]}

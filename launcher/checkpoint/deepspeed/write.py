@@ -123,7 +123,13 @@ def _new(out: Path, tag: str, *latest: str) -> Iterator[Path]:
 
 
 def _check_client_state(stored: SourceCheckpoint) -> None:
-    """Check that no key of the script's is one of DeepSpeed's, which has both in one dict."""
+    """Check that no key of the script's is one of DeepSpeed's, which has both in one dict; and that a run can go on."""
+    if not stored.options:
+        raise CheckpointError(
+            f"{stored.path} has weights, and no state of an optimizer: DeepSpeed cannot resume from it.",
+            where=str(stored.path),
+            fix="write the weights alone: --format hf, or --format fp32",
+        )
     if taken := sorted(set(stored.meta["client_state"]) & OWN):
         raise CheckpointError(
             f"The client state has keys that DeepSpeed uses for itself: {', '.join(taken)}.",
