@@ -147,6 +147,8 @@ def _export_model(flags: Any) -> None:
     stored = SourceCheckpoint(*_chosen(flags))
     dtype = write_model(stored, flags.model, Path(flags.out), DTYPES.get(flags.dtype))
     print(f"wrote {flags.out}, in {str(dtype).removeprefix('torch.')}: from_pretrained reads it")
+    if not any(Path(flags.out).glob("tokenizer*")):
+        print(f"there is no tokenizer beside it: --model {flags.model} has none")
 
 
 def _export_state(flags: Any) -> None:

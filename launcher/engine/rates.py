@@ -1,4 +1,5 @@
-"""The learning rate of a run that resumes from a checkpoint; a message says which counts if the JSON differs."""
+"""The learning rate, and other options, of a run that resumes from a checkpoint; a message says which count if those of
+the run differ."""
 
 from __future__ import annotations
 
@@ -6,12 +7,18 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from launcher.optim.saved_groups import saved_groups
 from launcher.optim.schedules import Schedule
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
 logger = logging.getLogger("launcher")
+
+OPTIONS = {"betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "alpha", "rho"}
+"""Options of param groups that change a step, but for rates."""
 
 
 def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
@@ -46,6 +53,33 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
     else:
         return
     logger.warning("learning rate: %s: %s", "; ".join(changes), what)
+
+
+def tell_options(engine: Engine, meta: Mapping[str, Any]) -> None:
+    """Rank 0 tells, in one line, which options of the optimizer the checkpoint changes; call it before they are taken.
+    Rates are told by `tell_rates`, which needs the JSON of the run that was saved."""
+    if engine.global_rank or engine.optimizer is None or meta["optimizer"] is None:
+        return
+    saved, told = meta["optimizer"]["param_groups"], dict[str, None]()
+    numbers = saved_groups(meta["optimizer"], engine.optimizer.group_names())
+    keys = OPTIONS if meta.get("config") else {*OPTIONS, "lr"}
+    for group, number in zip(engine.optimizer.param_groups, numbers, strict=True):
+        for key in sorted(keys & group.keys() & saved[number].keys()):
+            was, now = _plain(saved[number][key]), _plain(group[key])
+            if was != now:
+                told[f"{key} {was}, not {now}"] = None
+    if told:
+        logger.warning(
+            "the optimizer has the options of the checkpoint: %s. To change them, write to "
+            "engine.optimizer.param_groups after loading",
+            "; ".join(told),
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, torch.Tensor | int | float) else value
 
 
 def _changes(was: Any, now: Any) -> Iterator[str]:

@@ -17,7 +17,7 @@ from launcher.comm.plain import decode, encode
 from launcher.engine import report
 from launcher.engine.fitting import Stored, look, parts_of, stored_name
 from launcher.engine.random_state import random_states, restore_random_states
-from launcher.engine.rates import tell_rates
+from launcher.engine.rates import tell_options, tell_rates
 from launcher.engine.whole import tied_names
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
@@ -89,6 +89,7 @@ def load_state(
         tensors |= {stored_name(name, stored): buffer for name, buffer in _buffers(engine).items()}
         if stepper is not None:
             tensors |= _empty_optimizer_state(engine, stored, window)
+            tell_options(engine, meta)
             stepper.load_state_dict(meta["optimizer"])
         rng = _rng_to_load(engine, stored) if counters else {}
         engine.saver.load(directory, tag, {**tensors, **rng}, strict)

@@ -246,3 +246,33 @@ def test_a_learning_rate_of_the_json_that_does_not_count_is_told(
     for saved, other, name in (("1", step, "StepLR"), ("2", cosine, "WarmupCosineLR")):
         with pytest.raises(RanksFailed, match=f"another kind of schedule than {name}"):
             pool.run(rates, 1, tmp_path / saved, other, 0.01)
+
+
+def options(ctx: RankContext, directory: Path, save: bool) -> list[str]:
+    """Save, or load with another weight decay and the groups in another order: what is told."""
+    said: list[str] = []
+    model = tiny_llama(layers=1)
+    parts = [[p for p in model.parameters() if (p.dim() > 1) is matrices] for matrices in (True, False)]
+    decays = (0.1, 0.0) if save else (0.5, 0.0)
+    groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, decays, strict=True)]
+    optimizer = torch.optim.AdamW(groups if save else groups[::-1], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    engine = launcher.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, device=CPU
+    )[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("launcher"), "warning", lambda text, *more: said.append(text % more))
+        if save:
+            engine.save_checkpoint(directory)
+        else:
+            engine.load_checkpoint(directory)
+            assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.0, 0.1]
+    return said
+
+
+def test_options_that_the_checkpoint_changes_are_told(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(options, 1, tmp_path, True)
+    changed, order = pool.run(options, 1, tmp_path, False)[0]
+    assert "options of the checkpoint: weight_decay 0.1, not 0.5." in changed
+    assert "the param groups are others than in the checkpoint" in order
