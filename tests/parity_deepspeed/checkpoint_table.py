@@ -23,8 +23,8 @@ _INTRODUCTION = """# Checkpoints of DeepSpeed, cell by cell
 
 A run of the real DeepSpeed 0.19.8 makes {before} steps, saves, and makes {after} more. launcher loads what it saved,
 on the same and on other numbers of ranks and at other ZeRO stages, and makes the same {after} steps. Weights are the
-same to the bit wherever a program of DeepSpeed's reads them back (it reads no experts), and the moments of runs on
-1, 2 and 4 ranks are, too. The table has the largest relative difference of a loss, over all ranks and all ways to go
+same to the bit wherever a program of DeepSpeed's reads them back (it reads no experts), and so are the
+moments of stage 3. The table has the largest relative difference of a loss, over all ranks and all ways to go
 on. "2 at +1" is two ranks at the next stage. In the last rows it is the other way round: launcher saves and exports,
 and DeepSpeed goes on. The page has {cells} cells, and is written by
 `python -m tests.parity_deepspeed.checkpoint_table`, which runs them.

@@ -108,11 +108,13 @@ def begin(initialize: Any, weights_of: Any, state_of: Any, root: Path) -> list[l
             f"{kind}/{name}": state_of(parameter, kind).clone()
             for name, parameter in engine.module.named_parameters()
             for kind in ("exp_avg", "exp_avg_sq")
-            if case["stage"] and parameter.requires_grad
+            if case["stage"] == 3
+            and parameter.requires_grad  # at others it gathers those of its own classes only
         }
         told.append(steps(engine, BEFORE, AFTER))
         if case["stage"] and dist.get_rank() == 0:
-            torch.save(moments, root / f"{number}-moments.pt")
+            if moments:
+                torch.save(moments, root / f"{number}-moments.pt")
             found = weights_of(str(root / str(number)))
             torch.save({name: value.clone() for name, value in found.items()}, root / f"{number}.pt")
         engine.destroy()

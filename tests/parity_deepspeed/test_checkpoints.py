@@ -55,7 +55,8 @@ def test_losses_go_on(pool: WorkerPool, tmp_path: Path, world: int) -> None:
             got = get_fp32_state_dict_from_zero_checkpoint(tmp_path / str(number))
             assert set(got) == set(want), case
             assert all(torch.equal(got[name], value.float()) for name, value in want.items()), case
-            check_moments(tmp_path, number)
+            if case["stage"] == 3:
+                check_moments(tmp_path, number)
     table = Table()
     for ranks, further in TOPOLOGIES[world]:
         for mine in pool.run(go_on, ranks, tmp_path, further):
