@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -261,3 +263,21 @@ def test_a_model_that_from_pretrained_reads(tmp_path: Path, capsys: pytest.Captu
         assert told in capsys.readouterr().err
     assert main([*command[:2], str(tmp_path / "other"), *command[3:], "--model", str(source)]) == 2
     assert "model.layers.2" in (err := capsys.readouterr().err) and "is not there" in err
+
+
+def test_a_run_directory_what_a_kill_left_and_weights_alone(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(saved[0], run / "checkpoints")
+    assert main(["inspect", str(run)]) == 0
+    out.mkdir()
+    (out / ".model.safetensors.host.1.tmp").touch()  # of an export that was killed
+    assert main(["export", str(run), str(out), "--format", "fp32"]) == 0
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "weights", no_dist=True)
+    capsys.readouterr()
+    for kind in ("universal", "deepspeed"):
+        assert main(["export", str(tmp_path / "weights"), str(tmp_path / kind), "--format", kind]) == 2
+        assert "weights, and no state of an optimizer" in capsys.readouterr().err
