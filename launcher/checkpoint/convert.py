@@ -40,7 +40,4 @@ def _lazily(stored: SourceCheckpoint, name: str) -> FlatSlice:
 
 
 def _read(stored: SourceCheckpoint, name: str) -> Tensor:
-    entry = stored.entries[name]
-    made = torch.empty(entry.size, dtype=entry.properties.dtype)
-    stored.load({name: made})
-    return made.view(-1)
+    return stored.tensor(name).view(-1)

@@ -24,7 +24,7 @@ def foreign_meta(where: Path) -> dict[str, Any] | None:
     if fsdp_directories(where):
         from launcher.checkpoint.fsdp import open_fsdp
 
-        return open_fsdp(where).meta()
+        return open_fsdp(where).meta
     return None
 
 

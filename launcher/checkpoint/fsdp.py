@@ -12,7 +12,7 @@ import logging
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from launcher.checkpoint.deepspeed.meta import OPTIONS, types_of
 from launcher.checkpoint.deepspeed.unpickle import plain
 from launcher.checkpoint.names import META_FILE, METADATA_FILE, fsdp_directories
-from launcher.checkpoint.reader import SafeReader, read_chunk, read_stored
+from launcher.checkpoint.reader import read_chunk, read_stored
 from launcher.comm.plain import encode
 from launcher.errors import CheckpointError
 
@@ -69,14 +69,14 @@ class FsdpContent:
             CheckpointError: it is one of launcher's own without its meta.json, or counts steps otherwise.
         """
         stored = read_stored(directory)
-        if (
-            not stored.planner_data
-        ):  # torch writes it where it has flattened names, and launcher has none to flatten
+        # torch writes it where it has flattened names, and launcher has none to flatten.
+        if not stored.planner_data:
             raise _damaged(directory / META_FILE, "it is missing")
         paths = {key: tuple(stored.planner_data.get(key, (key,))) for key in stored.state_dict_metadata}
         parts = {key: part for key, path in paths.items() if (part := _part_of(path)) is not None}
         # What has no param groups is no optimizer: an average of weights, the place in the data.
         optimizers = {part.root for part in parts.values() if part.kind == _GROUPS}
+        places = _places(stored)
         nested = any(path[0] == _MODEL and len(path) > 1 for path in paths.values())
         for key, path in paths.items():
             is_tensor = isinstance(stored.state_dict_metadata[key], TensorStorageMetadata)
@@ -86,21 +86,21 @@ class FsdpContent:
                 if name is None:
                     self.left.add(".".join(map(str, path[:3])))
                 else:
-                    self._put(directory, stored, key, name)
+                    self._put(directory, stored.state_dict_metadata[key], places[key], name)
             elif part.kind == _GROUPS:
-                self.options.setdefault((part.root, part.whose), {})[part.key] = _value(
-                    directory, stored, key
-                )
+                ((_, info),) = places[key]
+                self.options.setdefault((part.root, part.whose), {})[part.key] = _value(directory, info)
             elif is_tensor:
-                self._put(directory, stored, key, _of_state(part, stored.state_dict_metadata[key]))
+                entry = stored.state_dict_metadata[key]
+                self._put(directory, entry, places[key], _of_state(part, entry))
             else:
                 raise _unread(
                     directory, f"the state {part.key!r} of {part.whose} is a Python number, not a tensor"
                 )
 
-    def _put(self, directory: Path, stored: Metadata, key: str, name: str) -> None:
-        self.metadata.state_dict_metadata[name] = stored.state_dict_metadata[key]
-        for index, info in _places(stored, key):
+    def _put(self, directory: Path, entry: Any, places: list[tuple[MetadataIndex, Any]], name: str) -> None:
+        self.metadata.state_dict_metadata[name] = entry
+        for index, info in places:
             path = str((directory / info.relative_path).relative_to(self.directory))
             self.metadata.storage_data[replace(index, fqn=name)] = replace(info, relative_path=path)
 
@@ -125,7 +125,7 @@ class FsdpContent:
             if not path.is_file() or path.stat().st_size < end:
                 raise _damaged(path, "it is too short" if path.is_file() else "it is missing")
 
-    def steps(self) -> int:
+    def _steps(self) -> int:
         """Return the steps that were made."""
         places = self.metadata.storage_data.items()
         found = [
@@ -135,14 +135,15 @@ class FsdpContent:
         ]
         return max(found, default=0)
 
+    @cached_property
     def meta(self) -> dict[str, Any]:
         """Return the meta as launcher's own meta.json has it. Counters and schedules are the program's own."""
         states = {
             name.split("/")[1] for name in self.metadata.state_dict_metadata if name.startswith("optimizer/")
         }
-        options, names = self._groups()
+        (options, names), steps = self._groups(), self._steps()
         made = {
-            "global_steps": self.steps(), "global_samples": 0, "micro_steps": self.steps(), "skipped_steps": 0,
+            "global_steps": steps, "global_samples": 0, "micro_steps": steps, "skipped_steps": 0,
             "loss_scale": {"dynamic": False, "scale": 1.0, "tolerance": 1, "step": 0, "last_overflow": -1},
             "scheduler": None,
             "optimizer": {"type": types_of(frozenset(states), {}), "param_groups": options, "names": names}
@@ -209,11 +210,6 @@ def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
             raise _damaged(path, str(error)) from error
 
 
-def reader_of(directory: Path) -> SafeReader:
-    """Return what reads the tensors."""
-    return SafeReader(directory, open_fsdp(directory).metadata)
-
-
 def _part_of(path: tuple[Any, ...]) -> _Part | None:
     """Return what a path has of an optimizer; None where it cannot be of one."""
     if len(path) > 2 and path[-3] in (_STATE, _GROUPS):
@@ -234,13 +230,16 @@ def _of_state(part: _Part, entry: Any) -> str:
     return f"{'optimizer' if len(entry.size) else 'scalar'}/{part.key}/{part.whose}"
 
 
-def _places(stored: Metadata, key: str) -> list[tuple[MetadataIndex, Any]]:
-    return [(index, info) for index, info in (stored.storage_data or {}).items() if index.fqn == key]
+def _places(stored: Metadata) -> dict[str, list[tuple[MetadataIndex, Any]]]:
+    """Return where the chunks of everything are, by key."""
+    found: dict[str, list[tuple[MetadataIndex, Any]]] = {key: [] for key in stored.state_dict_metadata}
+    for index, info in stored.storage_data.items():
+        found[index.fqn].append((index, info))
+    return found
 
 
-def _value(directory: Path, stored: Metadata, key: str) -> Any:
+def _value(directory: Path, info: Any) -> Any:
     """Return an option, which may be a tensor: compiled optimizers have their rate in one."""
-    ((_, info),) = _places(stored, key)
     value = _loaded(directory, info)
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from launcher.checkpoint.export import ExportEntry, write_safetensors
 from launcher.checkpoint.source import SourceCheckpoint, there_already
@@ -46,10 +45,10 @@ def write_model(
         if name in ties:
             continue
         own = stored.dtype_of(name, dtype)
-        entries += layout.entries(name, own, torch.Size(shape), partial(_read, stored, name, own))
+        entries += layout.entries(name, own, torch.Size(shape), partial(stored.tensor, f"model/{name}", own))
     for name, _ in made.named_buffers():
         if (entry := stored.entries.get(f"buffer/{name}")) is not None:
-            fetch = partial(_read, stored, name, entry.properties.dtype, "buffer")
+            fetch = partial(stored.tensor, f"buffer/{name}")
             entries.append((name, entry.properties.dtype, tuple(entry.size), fetch))
     write_safetensors(out, entries)
     write_companions(made, out, dtype)
@@ -95,14 +94,8 @@ def _check(stored: SourceCheckpoint, model: Any, named: str, ties: dict[str, str
 
 
 def _equal(stored: SourceCheckpoint, *names: str) -> bool:
-    one, other = (_read(stored, name, torch.float32) for name in names)
+    one, other = (stored.tensor(f"model/{name}", torch.float32) for name in names)
     return torch.equal(one, other)
-
-
-def _read(stored: SourceCheckpoint, name: str, dtype: torch.dtype, kind: str = "model") -> Tensor:
-    made = torch.empty(stored.entries[f"{kind}/{name}"].size, dtype=dtype)
-    stored.load({f"{kind}/{name}": made})
-    return made
 
 
 def _copy_tokenizer(source: Path, out: Path) -> None:

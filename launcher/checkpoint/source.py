@@ -65,6 +65,17 @@ class SourceCheckpoint:
                 self.directory, self.tag, wanted, strict=False, compared=True, local=True, stay_open=True
             )
 
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a whole tensor, by its name in the checkpoint.
+
+        Args:
+            dtype: None: the stored one.
+        """
+        entry = self.entries[name]
+        made = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
+        self.load({name: made})
+        return made
+
     @cached_property
     def groups(self) -> list[list[str]]:
         """Return the names of the trained parameters, by param group, in the optimizer's order.

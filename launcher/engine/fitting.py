@@ -67,9 +67,8 @@ def look(
     known = set().union(*of_stages(engine, sorted(mine)))
     ties = tied_names(engine)
     known |= {f"model/{name}" for name in ties}  # some programs write each of their names
-    known |= {
-        f"model/{name}" for name, _ in persistent_buffers(engine.module)
-    }  # or do not tell buffers apart
+    # or do not tell buffers apart
+    known |= {f"model/{name}" for name, _ in persistent_buffers(engine.module)}
 
     def check() -> Stored:
         _check_meta(path, meta)

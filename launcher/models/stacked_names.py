@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -11,6 +12,16 @@ JOINED = "__"
 """In a name, for the point between a module of an expert and its parameter."""
 
 _MODULE, _ONE = "deepspeed_moe.experts.", "deepspeed_experts."
+
+
+EXPERT = re.compile(rf"(.*\b{re.escape(_MODULE)}){re.escape(_ONE)}(\d+)\.(.*)")
+"""Of the name of a single expert's tensor: its layer, its number, and its name in the expert."""
+
+
+def stacked_name(name: str) -> str:
+    """Return the name in the model of a tensor of a file; it may be that of no expert."""
+    match = EXPERT.fullmatch(name)
+    return f"{match[1]}{match[3].replace('.', JOINED)}" if match else name
 
 
 def names_apart(name: str, experts: int) -> list[str]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint.deepspeed.content import open_content
-from launcher.checkpoint.deepspeed.experts import stacked_name
 from launcher.errors import CheckpointError
+from launcher.models.stacked_names import stacked_name
 from tests.checkpoint.deepspeed_files import STATES, STEPS, _ranges, theirs
 from tests.checkpoint.test_deepspeed import assembled
 

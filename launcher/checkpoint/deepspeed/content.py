@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint import Metadata
 
 from launcher.checkpoint.deepspeed.cuts import cut_of, joined, plain_info
-from launcher.checkpoint.deepspeed.experts import stacked, stacked_name
+from launcher.checkpoint.deepspeed.experts import stacked
 from launcher.checkpoint.deepspeed.files import find
 from launcher.checkpoint.deepspeed.layout import Place, StoredTensor, whole
 from launcher.checkpoint.deepspeed.mapped import MappedFiles
@@ -25,6 +25,7 @@ from launcher.checkpoint.deepspeed.sharded import frozen, sharded
 from launcher.checkpoint.deepspeed.universal import universal
 from launcher.checkpoint.deepspeed.unsharded import of_experts, unsharded
 from launcher.errors import CheckpointError
+from launcher.models.stacked_names import stacked_name
 
 
 @dataclass(frozen=True)

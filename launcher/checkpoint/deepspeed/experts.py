@@ -7,7 +7,6 @@ become one tensor [experts, ...], as in the model here (`experts/stacked.py`).
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -19,9 +18,7 @@ from torch import Tensor
 from launcher.checkpoint.deepspeed.layout import Place, Shapes, StoredTensor
 from launcher.checkpoint.deepspeed.unpickle import load
 from launcher.errors import CheckpointError
-from launcher.models.stacked_names import JOINED
-
-_EXPERT = re.compile(r"(.*\bdeepspeed_moe\.experts\.)deepspeed_experts\.(\d+)\.(.*)")
+from launcher.models.stacked_names import EXPERT, stacked_name
 
 
 class ExpertFiles:
@@ -38,7 +35,7 @@ class ExpertFiles:
         self.named: dict[str, Tensor] = {}
         for _, path in sorted(files.items()):
             self.named |= load(path)
-        self._counts = counts_of(self.named)
+        self._counts = _counts_of(self.named)
 
     def share(self, rank: int, degree: int) -> list[str]:
         """Return the names of the experts that an expert-parallel rank has."""
@@ -48,30 +45,24 @@ class ExpertFiles:
         """Return the names and shapes of an expert-parallel rank with the numbers that experts have in their layers."""
         found = {}
         for name, shape in shapes.items():
-            if match := _EXPERT.fullmatch(name):
+            if match := EXPERT.fullmatch(name):
                 number = int(match[2]) + rank * (self._counts.get(match[1], 0) // degree)
                 name = f"{match[1]}deepspeed_experts.{number}.{match[3]}"
             found[name] = shape
         return found
 
     def _owner(self, name: str, degree: int) -> int:
-        match = _EXPERT.fullmatch(name)
+        match = EXPERT.fullmatch(name)
         return int(match[2]) // max(1, self._counts[match[1]] // degree) if match else 0
 
 
-def counts_of(names: Iterable[str]) -> dict[str, int]:
+def _counts_of(names: Iterable[str]) -> dict[str, int]:
     """Return a layer -> how many experts it has."""
     counts: dict[str, int] = defaultdict(int)
     for name in names:
-        if match := _EXPERT.fullmatch(name):
+        if match := EXPERT.fullmatch(name):
             counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
     return dict(counts)
-
-
-def stacked_name(name: str) -> str:
-    """Return the name here of a tensor of DeepSpeed's; it may be that of no expert."""
-    match = _EXPERT.fullmatch(name)
-    return f"{match[1]}{match[3].replace('.', JOINED)}" if match else name
 
 
 def stacked(stored: Place, directory: Path) -> Place:
@@ -84,7 +75,7 @@ def stacked(stored: Place, directory: Path) -> Place:
     parts: dict[str, dict[int, StoredTensor]] = defaultdict(dict)
     for full_name, entry in stored.items():
         kind, name = full_name.rsplit("/", 1)
-        match = _EXPERT.fullmatch(name)
+        match = EXPERT.fullmatch(name)
         if match is None:
             found[full_name] = entry
         elif kind.startswith("scalar/"):

@@ -7,6 +7,7 @@ import mmap
 from bisect import bisect
 from collections.abc import Iterable
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 
 from torch import Tensor
@@ -28,12 +29,8 @@ class MappedFiles:
         spread = zip(tensor.shape, tensor.stride(), strict=True)
         first, elements = tensor.data_ptr(), 1 + sum((size - 1) * stride for size, stride in spread)
         last = first + elements * tensor.element_size()
-        at = bisect(self._ranges, (first, last))
-        inside = [
-            (low, high)
-            for low, high in self._ranges[max(0, at - 1) : at + 1]
-            if low <= first and last <= high
-        ]
+        at = bisect(self._ranges, first, key=itemgetter(0)) - 1  # the last range that begins before it
+        inside = at >= 0 and last <= self._ranges[at][1]
         # whole pages: their neighbours' are not read twice
         start, stop = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
         if inside and start < stop and tensor.numel():  # memory of another kind would be lost

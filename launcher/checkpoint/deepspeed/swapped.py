@@ -34,7 +34,9 @@ class SwapFiles:
         ranks = len(opened.optimizers)
         self._lengths = [sum(-(-math.prod(s) // ranks) for s in group.values()) for group in opened.groups]
         at = {name: number for number, name in enumerate(opened.parameters)}
-        self._ids = [(at[next(iter(group))], at[[*group][-1]]) for group in opened.groups if group]
+        self._ids = [
+            (at[next(iter(group))], at[[*group][-1]]) if group else (0, 0) for group in opened.groups
+        ]
 
     def filled(self, rank: int, flats: Sequence[Tensor], prefix: str = "") -> list[Tensor]:
         """Return a rank's flat tensors, with what was swapped in place of the empty ones.

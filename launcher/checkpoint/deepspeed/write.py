@@ -47,7 +47,7 @@ def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> 
     Raises:
         CheckpointError: DeepSpeed has no such files for it.
     """
-    _check_client_state(stored)
+    _check_can_resume(stored)
     if not stage and stored.dtype != torch.float32:
         raise CheckpointError(
             f"{stored.path} is of a run in 16 bits, whose files at stage 0 depend on the class of its optimizer in "
@@ -72,7 +72,7 @@ def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> 
 def write_universal(stored: SourceCheckpoint, out: Path) -> Path:
     """Write the universal layout, which DeepSpeed loads at stages 1 to 3 on any number of ranks, where its JSON has
     `"checkpoint": {"load_universal": true}`; return the directory of the tag."""
-    _check_client_state(stored)
+    _check_can_resume(stored)
     _check_names(stored)
     groups = _options(stored)
     counts = {n: {"step": torch.tensor(_step(stored, names))} for n, names in enumerate(stored.groups)}
@@ -122,8 +122,9 @@ def _new(out: Path, tag: str, *latest: str) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _check_client_state(stored: SourceCheckpoint) -> None:
-    """Check that no key of the script's is one of DeepSpeed's, which has both in one dict; and that a run can go on."""
+def _check_can_resume(stored: SourceCheckpoint) -> None:
+    """Check that there is an optimizer's state, and that no key of the script's is one of DeepSpeed's, which has both
+    in one dict."""
     if not stored.options:
         raise CheckpointError(
             f"{stored.path} has weights, and no state of an optimizer: DeepSpeed cannot resume from it.",
