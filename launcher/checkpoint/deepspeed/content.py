@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def _opened(directory: Path, files: object) -> Content:
         stored |= merged
     _check_whole(directory, stored)
     _check_steps(directory, stored)
-    names = [] if found.layers else _group_names(ranks[0], groups)  # of all stages they would be needed
+    names = [] if found.layers else _group_names(ranks, groups)
     meta = meta_of(ranks[0].model, rest, groups, states, ranks[0].tied, names)
     return Content(stacked(stored, directory), meta, found.all)
 
@@ -104,9 +105,12 @@ def _of_ranks(
     return _joined(places, splits, ranks[0]), first
 
 
-def _group_names(opened: OpenedFiles, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _group_names(ranks: Sequence[OpenedFiles], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the names of the parameters of each param group, as they are here; []: the files do not say them."""
-    named: list[Any] = [group["names"] for group in groups if "names" in group] or opened.group_names
+    named: list[Any] = [group["names"] for group in groups if "names" in group]
+    for opened in () if named else ranks:  # the universal copy of a PipelineModule has files of each stage
+        further = opened.group_names
+        named = [own + more for own, more in zip_longest(named, further, fillvalue=[])]
     if len(named) != len(groups):  # a universal copy of stage 3 has the sub-groups' names
         named = [[name for group in named for name in group]] if len(groups) == 1 else []
     return [list(dict.fromkeys(map(stacked_name, group))) for group in named]
