@@ -108,9 +108,9 @@ def _of_ranks(
 def _group_names(ranks: Sequence[OpenedFiles], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the names of the parameters of each param group, as they are here; []: the files do not say them."""
     named: list[Any] = [group["names"] for group in groups if "names" in group]
-    for opened in () if named else ranks:  # the universal copy of a PipelineModule has files of each stage
-        further = opened.group_names
-        named = [own + more for own, more in zip_longest(named, further, fillvalue=[])]
+    if not named:  # the universal copy of a PipelineModule has files of each stage
+        by_group = zip_longest(*(opened.group_names for opened in ranks), fillvalue=[])
+        named = [[name for names in group for name in names] for group in by_group]
     if len(named) != len(groups):  # a universal copy of stage 3 has the sub-groups' names
         named = [[name for group in named for name in group]] if len(groups) == 1 else []
     return [list(dict.fromkeys(map(stacked_name, group))) for group in named]
