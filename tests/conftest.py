@@ -26,7 +26,7 @@ settings.load_profile("launcher")
 
 # The comparison with DeepSpeed takes minutes and needs the package: it runs when asked for.
 _PARITY = os.environ.get("LAUNCHER_TEST_PARITY") == "1" and importlib.util.find_spec("deepspeed") is not None
-collect_ignore = [] if _PARITY else ["parity_deepspeed"]
+collect_ignore = [] if _PARITY else ["parity_deepspeed", "parity_megatron"]
 
 # Two workers take whole files, in this order: what takes long begins early, so that they end together.
 LONG = (

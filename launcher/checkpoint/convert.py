@@ -15,13 +15,12 @@ from launcher.comm.plain import encode
 from launcher.tensor.split import Split
 
 
-def copy(directory: Path, tag: str | None, out: Path) -> Path:
+def copy(stored: SourceCheckpoint, out: Path) -> Path:
     """Write a checkpoint, DeepSpeed's for example, as one of launcher's in `out`; return its directory.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or `out` has one of that tag.
+        CheckpointError: it is damaged, or `out` has one of that tag.
     """
-    stored = SourceCheckpoint(directory, tag)
     if (out / stored.tag).exists():
         raise there_already(out / stored.tag)
     tensors = {name: _lazily(stored, name) for name in stored.entries}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.checkpoint import formats, store, tags
+from launcher.checkpoint.megatron.opened import WRITER, MegatronFiles, directory_of
+from launcher.checkpoint.names import is_megatron
 from launcher.checkpoint.reader import read_metadata
 from launcher.comm.plain import decode
 
@@ -137,27 +140,58 @@ def inspect(directory: Path, tag: str | None, *, verify: bool) -> Inspected:
     Raises:
         CheckpointError: there is none, or a file of it is damaged.
     """
+    if (megatron := directory_of(directory, tag)) is not None:
+        return _of_megatron(megatron, verify=verify)
     tag, meta = store.load_meta(directory, tag)
     path = tags.tag_path(directory, tag)
     if verify:
         formats.check_bytes(path, 0, 1)
-    entries = read_metadata(path).state_dict_metadata.items()
-    tensors = {
-        name: (tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
-        for name, entry in entries
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    entries = read_metadata(path).state_dict_metadata
     found = Inspected(
         path,
         _kind(path, meta),
         {key: decode(value) for key, value in meta.items()},
-        tensors,
-        sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        _shapes(entries),
+        _size(path),
         verify,
         [other for other in tags.list_tags(directory) if other != tag],
     )
     formats.close(path)
     return found
+
+
+def _of_megatron(path: Path, *, verify: bool) -> Inspected:
+    """Look at a checkpoint of Megatron-Core, whose parameters keep their names."""
+    files = MegatronFiles.open(path)
+    if verify:
+        files.check_bytes()
+    entries: dict[str, TensorStorageMetadata] = {}
+    for kind, keys in files.keys.items():
+        of = "model" if kind == "model" else "optimizer"
+        entries |= {f"{of}/{key}": files.entry(key) for key in keys.values()}
+    samples = files.args.get("consumed_train_samples", 0)
+    meta = {
+        "global_steps": files.iteration,
+        "global_samples": samples,
+        "world_size": files.args.get("data_parallel_size", "an unknown number"),
+        "optimizer": {"type": "Adam", "param_groups": files.options} if files.options else None,
+        "writer": WRITER,
+    }
+    others = [p.name for p in sorted(path.parent.glob("iter_*")) if p.name != path.name and is_megatron(p)]
+    return Inspected(path, _kind(path, meta), meta, _shapes(entries), _size(path), verify, others)
+
+
+def _shapes(entries: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {
+        name: (tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of the files in a directory."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _number(value: Any) -> str:

@@ -12,14 +12,23 @@ TMP, OLD = ".tmp-", ".old-"
 """Prefixes of the tag while a save is under way (or was killed), and of what the save replaces."""
 METADATA_FILE = ".metadata"
 """torch.distributed.checkpoint's, of what lies in which of its files."""
+COMMON_FILE, BACKEND_FILE = "common.pt", "metadata.json"
+"""Megatron-Core's, beside `.metadata`."""
+ITERATION_FILE = "latest_checkpointed_iteration.txt"
+"""Megatron's `latest`."""
 OF_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 """Directories of model and optimizer where accelerate wrote them with FSDP2."""
+
+
+def is_megatron(path: Path) -> bool:
+    """Return whether a directory is one checkpoint in Megatron-Core's torch_dist format."""
+    return all((path / name).is_file() for name in (METADATA_FILE, COMMON_FILE, BACKEND_FILE))
 
 
 def fsdp_directories(path: Path) -> list[Path]:
     """Return where torch.distributed.checkpoint's files are of a checkpoint that is not launcher's own; [] where it is
     none."""
-    if (path / META_FILE).exists():
+    if (path / META_FILE).exists() or is_megatron(path):
         return []
     if (path / METADATA_FILE).is_file():
         return [path]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, Metadata
@@ -27,6 +28,7 @@ from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.checkpoint.names import METADATA_FILE, fsdp_directories
 from launcher.errors import CheckpointError
 
+T = TypeVar("T")
 _ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -43,6 +45,11 @@ _ALLOWED = {
             "BytesStorageMetadata",
             "_MEM_FORMAT_ENCODING",
         )
+    ),
+    # Megatron-Core keeps the plans that its files were written by.
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
     ),
 }
 
@@ -168,6 +175,13 @@ def check_fit(where: Path, metadata: Metadata, tensors: Mapping[str, torch.Tenso
             fix="load it into the model that it was saved from; a checkpoint in node-local storage also "
             "needs the same ranks on the same nodes",
         )
+
+
+def quietly(work: Callable[[], T]) -> T:
+    """Do something in one process without torch's warning that it is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        return work()
 
 
 def _common(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> int:

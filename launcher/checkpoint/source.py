@@ -1,10 +1,10 @@
-"""A checkpoint, launcher's own or DeepSpeed's, looked at as other formats need it."""
+"""A checkpoint of any program, looked at as other formats need it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,31 @@ STEP = "scalar/step/"
 
 
 class SourceCheckpoint:
-    """What a checkpoint holds. Its bytes are compared with their checksums once.
+    """What a checkpoint holds.
 
     Args:
-        tag: default: the latest.
-
-    Attributes:
+        path: of the checkpoint.
+        tag: its name among launcher's.
         meta: as the engine wrote it, or would have.
         entries: name in a checkpoint -> shape and dtype of the tensor.
+        read: fills tensors by these names.
+
+    Attributes:
         shapes: name -> shape of the parameters, each tied one once.
         states: the optimizer's, as "optimizer/exp_avg".
         steps: name -> count of steps.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
     """
 
-    def __init__(self, directory: Path, tag: str | None = None) -> None:
-        self.directory = directory
-        self.tag, meta = store.load_meta(directory, tag)
-        self.path = tags.tag_path(directory, self.tag)
-        formats.check_bytes(self.path, 0, 1)
-        self.meta = {key: decode(value) for key, value in meta.items()}
-        entries = read_metadata(self.path).state_dict_metadata.items()
-        self.entries = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    def __init__(
+        self,
+        path: Path,
+        tag: str,
+        meta: dict[str, Any],
+        entries: dict[str, TensorStorageMetadata],
+        read: Callable[[Mapping[str, Tensor | FlatSlice]], None],
+    ) -> None:
+        self.path, self.directory = path, path.parent
+        self.tag, self.meta, self.entries, self._read = tag, meta, entries, read
         self.shapes = {
             name.removeprefix("model/"): tuple(entry.size)
             for name, entry in self.entries.items()
@@ -57,13 +58,30 @@ class SourceCheckpoint:
         self.load(counts)
         self.steps = {name.removeprefix(STEP): float(count) for name, count in counts.items()}
 
+    @classmethod
+    def open(cls, directory: Path, tag: str | None = None) -> SourceCheckpoint:
+        """Return a checkpoint that launcher can load. Its bytes are compared with their checksums once.
+
+        Args:
+            tag: default: the latest.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        tag, meta = store.load_meta(directory, tag)
+        path = tags.tag_path(directory, tag)
+        formats.check_bytes(path, 0, 1)
+        entries = read_metadata(path).state_dict_metadata.items()
+        kept = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        how: dict[str, Any] = {"strict": False, "compared": True, "local": True, "stay_open": True}
+        read = partial(store.load, directory, tag, **how)
+        return cls(path, tag, {key: decode(value) for key, value in meta.items()}, kept, read)
+
     def load(self, tensors: Mapping[str, Tensor | FlatSlice]) -> None:
         """Fill tensors, by their names in the checkpoint; those that it does not have stay as they are."""
         wanted = {name: tensor for name, tensor in tensors.items() if name in self.entries}
         if wanted:
-            store.load(
-                self.directory, self.tag, wanted, strict=False, compared=True, local=True, stay_open=True
-            )
+            self._read(wanted)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a whole tensor, by its name in the checkpoint.

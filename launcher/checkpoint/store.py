@@ -10,7 +10,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -29,6 +29,7 @@ from launcher.checkpoint.reader import (
     TensorLoadPlanner,
     check_fit,
     incomplete,
+    quietly,
     read_metadata,
 )
 from launcher.checkpoint.slices import FlatSlice
@@ -259,7 +260,7 @@ def load(
 
 def _read(where: Path, metadata: Metadata, tensors: TensorMap, ranks: CollectiveErrors, strict: bool) -> None:
     ranks.together(
-        lambda: _quietly(
+        lambda: quietly(
             lambda: dcp.load(
                 dict(tensors),
                 storage_reader=formats.reader_of(where, metadata),
@@ -278,13 +279,6 @@ class _PartialPlanner(dcp.DefaultSavePlanner):
         plans = dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
         self.global_plan, self.metadata = create_default_global_save_plan(plans)
         return self.global_plan, self.metadata
-
-
-def _quietly(work: Callable[[], T]) -> T:
-    with warnings.catch_warnings():
-        # torch warns that one process alone saves or loads in one process.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        return work()
 
 
 def _check_arguments(tag: str, meta: Mapping[str, Any]) -> str:
@@ -326,7 +320,7 @@ def _write(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> tupl
     writer = CheckpointWriter(temporary, "" if ranks.alone else f" on rank {ranks.rank}")
     kind = dcp.DefaultSavePlanner if ranks.node is None else _PartialPlanner
     planner = kind(flatten_state_dict=False)
-    metadata = _quietly(
+    metadata = quietly(
         lambda: dcp.save(
             dict(tensors),
             storage_writer=writer,

@@ -19,7 +19,16 @@ from typing import Any
 
 from launcher.checkpoint.checksums import FileChecksum, damaged, digest
 from launcher.checkpoint.deepspeed.files import is_deepspeed
-from launcher.checkpoint.names import LATEST_FILE, META_FILE, OLD, TMP, UNIVERSAL_FILE, fsdp_directories
+from launcher.checkpoint.names import (
+    ITERATION_FILE,
+    LATEST_FILE,
+    META_FILE,
+    OLD,
+    TMP,
+    UNIVERSAL_FILE,
+    fsdp_directories,
+    is_megatron,
+)
 from launcher.errors import CheckpointError, ConfigError, shortened
 from launcher.files import read_small
 
@@ -101,12 +110,41 @@ def refuse_foreign(path: Path) -> None:
     Raises:
         CheckpointError: it is.
     """
+    _refuse_unread(path)
     if is_foreign(path):
         raise CheckpointError(
             f"{path} is one checkpoint{' of DeepSpeed' if is_deepspeed(path) else ''}, not a directory of them.",
             where=str(path),
             fix=f"load the directory {path.parent}, with the tag {path.name}",
         )
+
+
+def _refuse_unread(path: Path) -> None:
+    """Say what to do with checkpoints that are not loaded as they are."""
+    through_hub = "convert it into Hugging Face's format, and start from that model (--model)"
+    convert = f"{through_hub}; Megatron-LM does it with tools/checkpoint/convert.py"
+    kinds = (
+        (
+            is_megatron(path) or (path / ITERATION_FILE).is_file(),
+            "Megatron-Core's, whose parameters have other names",
+            "launch import DIRECTORY OUT --model M, and load OUT",
+        ),
+        (
+            any(path.glob("mp_rank_*/model_optim_rng.pt")),
+            "Megatron-LM's older format (--ckpt-format torch)",
+            convert,
+        ),
+        (
+            (path / "checkpoint_metadata.json").is_file() and (path / "model_config.json").is_file(),
+            "nanotron's",
+            f"{through_hub}; nanotron does it with examples/llama/convert_nanotron_to_hf.py",
+        ),
+    )
+    for found, what, fix in kinds:
+        if found:
+            raise CheckpointError(
+                f"{path} is a checkpoint of {what}: it is not loaded.", where=str(path), fix=fix
+            )
 
 
 def list_tags(directory: str | Path) -> list[str]:

@@ -13,28 +13,30 @@ from launcher.errors import ConfigError, shortened
 if TYPE_CHECKING:
     from launcher.checkpoint.source import SourceCheckpoint
 
-FORMATS = ("universal", "deepspeed", "hf", "fp32")
-OF_FORMAT = {"stage": "deepspeed", "ranks": "deepspeed", "model": "hf", "dtype": "hf"}
+FORMATS = ("universal", "deepspeed", "megatron", "hf", "fp32")
+OF_FORMAT = {"stage": "deepspeed", "ranks": "deepspeed", "dtype": "hf"}
 """Flag -> the format that it belongs to."""
 INSPECT = """\
-Shows what a directory of checkpoints holds: launcher's own, DeepSpeed's, or those of programs of FSDP2. Nothing is
-changed, and no code of the files runs."""
+Shows what a directory of checkpoints holds: launcher's own, DeepSpeed's, Megatron-Core's, or those of programs of
+FSDP2. Nothing is changed, and no code of the files runs."""
 EXPORT = """\
 Writes a checkpoint in another format. The source may be launcher's own, DeepSpeed's, or one that a program of FSDP2
-wrote with torch.distributed.checkpoint.
+wrote with torch.distributed.checkpoint. With --model it may be Megatron-Core's, too.
 
 formats:
   universal   DeepSpeed's universal layout. DeepSpeed resumes from it at ZeRO stages 1 to 3 on any number of ranks,
               where its JSON has "checkpoint": {"load_universal": true}.
   deepspeed   The files that DeepSpeed writes at --stage S on --ranks N. DeepSpeed resumes from them at that stage on
               N ranks; zero_to_fp32.py and ds_to_universal read them.
+  megatron    Megatron-Core's torch_dist format, with the state of the optimizer. Megatron-LM resumes from it with any
+              tensor and pipeline parallelism. Needs --model.
   hf          A model that from_pretrained reads: safetensors in --dtype, with the config.json and the tokenizer of
               --model, which is the one that was trained.
   fp32        The weights alone, as safetensors in fp32. With the model's config.json beside them from_pretrained reads
               them."""
 IMPORT = """\
-Writes a checkpoint of DeepSpeed's, or of a program of FSDP2, as one of launcher's. That is not needed for going on with
-it: `load_checkpoint` reads it as it is."""
+Writes a checkpoint of DeepSpeed's, Megatron-Core's, or of a program of FSDP2, as one of launcher's. Megatron's needs
+it, and --model. The others do not: `load_checkpoint` reads them as they are."""
 
 
 def inspect_parser() -> FlagParser:
@@ -66,9 +68,7 @@ def export_parser() -> FlagParser:
         metavar="N",
         help="how many ranks will resume from --format deepspeed (default: 1)",
     )
-    parser.add_argument(
-        "--model", metavar="M", help="the model of --format hf: a directory with config.json, or a name"
-    )
+    _model(parser, "that was trained, for --format hf and megatron")
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="of the weights of --format hf (default: the run's)"
     )
@@ -80,6 +80,7 @@ def import_parser() -> FlagParser:
     parser = FlagParser(prog="launch import", description=IMPORT, epilog="example: launch import theirs ours")
     _source(parser)
     parser.add_argument("out", metavar="OUT", help="a directory of checkpoints, which gets one more")
+    _model(parser, "whose names a checkpoint of Megatron-Core gets")
     return parser
 
 
@@ -87,8 +88,10 @@ def inspect(argv: Sequence[str]) -> int:
     """Run `launch inspect`; returns 0."""
     flags = inspect_parser().parse_args(argv)
     from launcher.checkpoint import inspection
+    from launcher.checkpoint.megatron.opened import directory_of
 
-    found = inspection.inspect(*_chosen(flags), verify=flags.verify)
+    place = Path(flags.directory), flags.tag
+    found = inspection.inspect(*(place if directory_of(*place) else _chosen(flags)), verify=flags.verify)
     print(
         json.dumps(found.to_json(), indent=2) if flags.json else "\n".join(found.lines(tensors=flags.tensors))
     )
@@ -112,6 +115,9 @@ def export(argv: Sequence[str]) -> int:
     if flags.format == "hf":
         _export_model(flags)
         return 0
+    if flags.format == "megatron":
+        _export_to_megatron(flags)
+        return 0
     _export_state(flags)
     return 0
 
@@ -121,7 +127,7 @@ def import_(argv: Sequence[str]) -> int:
     flags = import_parser().parse_args(argv)
     from launcher.checkpoint.convert import copy
 
-    print(f"wrote {copy(*_chosen(flags), Path(flags.out))}")
+    print(f"wrote {copy(_opened(flags), Path(flags.out))}")
     return 0
 
 
@@ -132,30 +138,39 @@ def _check_flags(flags: Any) -> None:
                 f"--{name} belongs to --format {of}, and this is --format {flags.format}",
                 fix=f"leave it out, or write --format {of}",
             )
-    if flags.format == "hf" and flags.model is None:
+    if flags.format in ("hf", "megatron") and flags.model is None:
         raise ConfigError(
-            "--format hf needs --model: a checkpoint has no config.json and no tokenizer",
+            f"--format {flags.format} needs --model: a checkpoint has no config.json and no tokenizer",
             fix="name the directory of the model that was trained; --format fp32 writes the weights alone",
         )
 
 
 def _export_model(flags: Any) -> None:
     from launcher.checkpoint.hub_model import write_model
-    from launcher.checkpoint.source import SourceCheckpoint
     from launcher.engine.dtypes import DTYPES
 
-    stored = SourceCheckpoint(*_chosen(flags))
+    stored = _opened(flags)
     dtype = write_model(stored, flags.model, Path(flags.out), DTYPES.get(flags.dtype))
     print(f"wrote {flags.out}, in {str(dtype).removeprefix('torch.')}: from_pretrained reads it")
     if not any(Path(flags.out).glob("tokenizer*")):
         print(f"there is no tokenizer beside it: --model {flags.model} has none")
 
 
+def _export_to_megatron(flags: Any) -> None:
+    from launcher.checkpoint.megatron import write
+
+    stored = _opened(flags)
+    print(
+        f"wrote {write.write_megatron(stored, flags.model, Path(flags.out))}, in Megatron-Core's torch_dist format"
+    )
+    for line in write.not_written(stored):
+        print(line)
+
+
 def _export_state(flags: Any) -> None:
     from launcher.checkpoint.deepspeed import write
-    from launcher.checkpoint.source import SourceCheckpoint
 
-    stored = SourceCheckpoint(*_chosen(flags))
+    stored = _opened(flags)
     if flags.format == "universal":
         print(f"wrote {write.write_universal(stored, Path(flags.out))}, in DeepSpeed's universal layout")
         print('DeepSpeed resumes from it with "checkpoint": {"load_universal": true} in its JSON')
@@ -191,6 +206,30 @@ def _source(parser: FlagParser) -> None:
         "directory", metavar="DIRECTORY", help="the one that has the file `latest`, or one checkpoint in it"
     )
     parser.add_argument("--tag", metavar="TAG", help="which checkpoint (default: the latest)")
+
+
+def _model(parser: FlagParser, which: str) -> None:
+    parser.add_argument(
+        "--model", metavar="M", help=f"the model {which}: a directory with config.json, or a name"
+    )
+
+
+def _opened(flags: Any) -> SourceCheckpoint:
+    """Return the checkpoint that was named; Megatron-Core's has its own names, and `--model` says which are meant."""
+    from launcher.checkpoint.megatron.opened import directory_of
+    from launcher.checkpoint.source import SourceCheckpoint
+
+    found = directory_of(Path(flags.directory), flags.tag)
+    if found is None:
+        return SourceCheckpoint.open(*_chosen(flags))
+    from launcher.checkpoint.megatron.reader import open_megatron
+
+    if flags.model is None:
+        raise ConfigError(
+            f"{found} is Megatron-Core's, and needs --model: the names of its parameters are others",
+            fix="name the model that was trained: a directory with its config.json, or its name on the Hub",
+        )
+    return open_megatron(found, flags.model)
 
 
 def _chosen(flags: Any) -> tuple[Path, str | None]:

@@ -98,7 +98,7 @@ def test_a_run_of_deepspeeds_goes_on_in_a_recipe(pool: WorkerPool, tmp_path: Pat
         path.mkdir()
     _, want, _ = pool.run(train, 2, whole, CONFIG, STEPS)[0]
     first_half(pool, half)
-    write_ranks(SourceCheckpoint(half / "out" / "checkpoints"), tmp_path / "theirs", 2, 2)
+    write_ranks(SourceCheckpoint.open(half / "out" / "checkpoints"), tmp_path / "theirs", 2, 2)
     (file,) = (tmp_path / "theirs").rglob("*model_states.pt")
     content = torch.load(file, weights_only=False)
     for key in ("data", "data_of", "tokens", "total_steps", "tokenizer", "batch_keys"):

@@ -173,7 +173,7 @@ def test_what_else_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     average = {"state": {"rest.weight": {"exp_avg": torch.zeros(2, 2)}}}
     state = {"model": get_model_state_dict(model), "optim": list(made.values()), "ema": average}
     dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
-    stored = SourceCheckpoint(tmp_path, "a")
+    stored = SourceCheckpoint.open(tmp_path, "a")
     assert [group["lr"] for group in stored.options] == [0.1, 0.5]
     assert [sorted(names) for names in stored.groups] == [[f"{name}.bias", f"{name}.weight"] for name in made]
     (told,) = [record.getMessage() for record in caplog.records if record.name == "launcher"]

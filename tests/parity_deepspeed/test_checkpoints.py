@@ -33,7 +33,7 @@ def go_on(ctx: RankContext, root: Path, further: int) -> list[list[float]]:
 
 def check_moments(root: Path, number: int) -> None:
     want = torch.load(root / f"{number}-moments.pt")
-    stored = SourceCheckpoint(root / str(number))
+    stored = SourceCheckpoint.open(root / str(number))
     for name, states in stored.whole_states(1 << 20):
         for kind in ("exp_avg", "exp_avg_sq"):
             if f"{kind}/{name}" in want:

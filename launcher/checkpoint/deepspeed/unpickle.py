@@ -17,7 +17,7 @@ import torch
 from launcher.errors import CheckpointError
 
 _UNKNOWN = re.compile(
-    r"GLOBAL (\S+) was not an allowed global|Unsupported (?:class|global|operand)[: ]+(\S+)"
+    r"GLOBAL (\S+) was not an allowed global|Unsupported (?:class|global|operand)[: ]+(?!GLOBAL)(\S+)"
 )
 
 
@@ -46,41 +46,58 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_any(path: Path) -> Any:
+def load_any(path: Path, inert: str = "(?!)") -> Any:
     """Return the content of a file; its tensors stay on the disk until they are read.
+
+    Args:
+        inert: pattern of the names of classes whose objects become stand-ins, beside DeepSpeed's.
 
     Raises:
         CheckpointError: the file is damaged, or names a class that no such file needs.
     """
-    kinds: list[Any] = [(type("StandIn", (StandIn,), {}), name) for name in _CLASSES]
-    try:
-        with torch.serialization.safe_globals(kinds):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        if found := _UNKNOWN.search(str(error)):
-            raise CheckpointError(
-                f"{path} contains an object of {next(filter(None, found.groups())).rstrip('.,')}, which is not loaded: "
-                "objects can run code.",
-                where=str(path),
-                fix="if you trust the file, load it where that class is known, remove the object, and save it again",
-            ) from None
-        what = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
-        raise CheckpointError(
-            f"{path} is not made of tensors and plain values, and nothing else is loaded: {what}",
+    names = list(_CLASSES)
+    while True:
+        kinds: list[Any] = [(type("StandIn", (StandIn,), {}), name) for name in names]
+        try:
+            with torch.serialization.safe_globals(kinds):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        except pickle.UnpicklingError as error:
+            name = _unknown(error)
+            if name is None or name in names or not re.match(inert, name):
+                raise _refused(path, name, error) from error
+            names.append(name)
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+            EOFError,
+            BadZipFile,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:
+            raise _damaged(path, error) from error
+
+
+def _unknown(error: Exception) -> str | None:
+    """Return the name of the class that stopped the unpickler."""
+    found = _UNKNOWN.search(str(error))
+    return next(filter(None, found.groups())).rstrip(".,") if found else None
+
+
+def _refused(path: Path, name: str | None, error: Exception) -> CheckpointError:
+    if name is not None:
+        return CheckpointError(
+            f"{path} contains an object of {name}, which is not loaded: objects can run code.",
             where=str(path),
-            fix="it is damaged, or it holds objects, which can run code; copy it again from where you trust it",
-        ) from error
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        EOFError,
-        BadZipFile,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:
-        raise _damaged(path, error) from error
+            fix="if you trust the file, load it where that class is known, remove the object, and save it again",
+        )
+    what = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+    return CheckpointError(
+        f"{path} is not made of tensors and plain values, and nothing else is loaded: {what}",
+        where=str(path),
+        fix="it is damaged, or it holds objects, which can run code; copy it again from where you trust it",
+    )
 
 
 def plain(value: Any) -> bool:

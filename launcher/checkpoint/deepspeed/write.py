@@ -56,7 +56,7 @@ def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> 
             fix="write --stage 1, or --format universal",
         )
     kind = {torch.bfloat16: "bf16_"}.get(stored.dtype, "")
-    with _new(out, stored.tag, LATEST_FILE) as directory:
+    with new_directory(out, stored.tag, LATEST_FILE) as directory:
         for rank in range(ranks if stage == 3 else 1):
             prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
             save(_model_state(stored, stage, rank, ranks), directory / f"{prefix}{MODEL_FILE}")
@@ -77,7 +77,7 @@ def write_universal(stored: SourceCheckpoint, out: Path) -> Path:
     groups = _options(stored)
     counts = {n: {"step": torch.tensor(_step(stored, names))} for n, names in enumerate(stored.groups)}
     rest = {"param_groups": groups, "optimizer_state_dict": {"state": counts, "param_groups": groups}}
-    with _new(out, stored.tag, UNIVERSAL_FILE, LATEST_FILE) as directory:
+    with new_directory(out, stored.tag, UNIVERSAL_FILE, LATEST_FILE) as directory:
         save(_model_state(stored, 2, 0, 1), directory / MODEL_FILE)
         # At stage 3 DeepSpeed looks for another name of the file.
         os.link(directory / MODEL_FILE, directory / f"zero_pp_rank_0_{MODEL_FILE}")
@@ -93,7 +93,7 @@ def write_universal(stored: SourceCheckpoint, out: Path) -> Path:
 
 
 @contextmanager
-def _new(out: Path, tag: str, *latest: str) -> Iterator[Path]:
+def new_directory(out: Path, tag: str, *latest: str) -> Iterator[Path]:
     """Make a directory that gets its name when it is complete; then the files of `latest` name it."""
     directory, unfinished = out / tag, out / f"{TMP}{tag}.{os.getpid()}"
     if directory.exists():

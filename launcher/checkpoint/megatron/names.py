@@ -1,0 +1,227 @@
+"""Which parameters of a Hugging Face model a tensor of Megatron-Core holds, and in which order their rows lie.
+
+Megatron-Core keeps one tensor for q, k and v, whose rows are ordered by group of heads (the heads of q that share a
+head of k and v, then that head of k, then that of v), and one for the gate and up projections, gate first. Its
+torch_dist format stacks the tensors of all layers: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn].
+Source: megatron-core 0.16, `models/gpt/gpt_layer_specs.py` and `dist_checkpointing/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.errors import CheckpointError
+
+LAYERS = "decoder.layers."
+_NORM_1 = ("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+_NORM_2 = ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+"""Where a layer norm lies depends on who computes it: Transformer Engine, or Megatron-Core's own layers."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a tensor of Megatron's is made of.
+
+    Args:
+        names: Megatron's; the first one that a checkpoint has counts, and all are written.
+        sources: names of the parameters whose rows it has, one after the other.
+        by_head: its rows are ordered by group of heads.
+        transposed: matrices of the model are the other way round (transformers' Conv1D).
+    """
+
+    names: tuple[str, ...]
+    sources: tuple[str, ...]
+    by_head: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """How models of some types are named.
+
+    Args:
+        layers: prefix of the layers.
+        inner: rules within a layer; those whose parameters a model lacks (biases) do not count.
+        outer: the others.
+    """
+
+    layers: str
+    inner: tuple[Rule, ...]
+    outer: tuple[Rule, ...]
+
+
+def _norm(names: tuple[str, ...], source: str) -> list[Rule]:
+    return [Rule(tuple(f"{n}{kind}" for n in names), (f"{source}.{kind}",)) for kind in ("weight", "bias")]
+
+
+def _linear(name: str, *sources: str, by_head: bool = False, transposed: bool = False) -> list[Rule]:
+    return [
+        Rule((f"{name}.{kind}",), tuple(f"{s}.{kind}" for s in sources), by_head, transposed)
+        for kind in ("weight", "bias")
+    ]
+
+
+LLAMA = Family(
+    "model.layers.",
+    (
+        *_norm(_NORM_1, "input_layernorm"),
+        *_linear(
+            "self_attention.linear_qkv", *(f"self_attn.{n}_proj" for n in ("q", "k", "v")), by_head=True
+        ),
+        *_linear("self_attention.linear_proj", "self_attn.o_proj"),
+        *_norm(("self_attention.q_layernorm.",), "self_attn.q_norm"),
+        *_norm(("self_attention.k_layernorm.",), "self_attn.k_norm"),
+        *_norm(_NORM_2, "post_attention_layernorm"),
+        *_linear("mlp.linear_fc1", "mlp.gate_proj", "mlp.up_proj"),
+        *_linear("mlp.linear_fc2", "mlp.down_proj"),
+        *_linear("mlp.router", "mlp.gate"),
+        # [layers, experts, ...]: gate and up of an expert lie in one parameter of the model, too
+        Rule(("mlp.experts.experts.linear_fc1.weight",), ("mlp.experts.gate_up_proj",)),
+        Rule(("mlp.experts.experts.linear_fc2.weight",), ("mlp.experts.down_proj",)),
+    ),
+    (
+        Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
+        *_norm(("decoder.final_layernorm.",), "model.norm"),
+        Rule(("output_layer.weight",), ("lm_head.weight",)),
+    ),
+)
+GPT2 = Family(
+    "transformer.h.",
+    (
+        *_norm(_NORM_1, "ln_1"),
+        *_linear("self_attention.linear_qkv", "attn.c_attn", by_head=True, transposed=True),
+        *_linear("self_attention.linear_proj", "attn.c_proj", transposed=True),
+        *_norm(_NORM_2, "ln_2"),
+        *_linear("mlp.linear_fc1", "mlp.c_fc", transposed=True),
+        *_linear("mlp.linear_fc2", "mlp.c_proj", transposed=True),
+    ),
+    (
+        Rule(("embedding.word_embeddings.weight",), ("transformer.wte.weight",)),
+        Rule(("embedding.position_embeddings.weight",), ("transformer.wpe.weight",)),
+        *_norm(("decoder.final_layernorm.",), "transformer.ln_f"),
+        Rule(("output_layer.weight",), ("lm_head.weight",)),
+    ),
+)
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), LLAMA),
+    "gpt2": GPT2,
+}
+"""Model types of transformers whose arithmetic Megatron-Core's GPTModel has, and that were compared with it."""
+
+
+@dataclass(frozen=True)
+class MegatronTensor:
+    """A tensor of Megatron's, or its part of one layer.
+
+    Args:
+        names: in a checkpoint, without the layer.
+        layer: its number; None: it belongs to no layer.
+        shapes: name of a parameter -> its shape, in the order of the rows.
+        order: number of the row, of those one after the other, that is in each row; None: as they are.
+        transposed: see `Rule`.
+    """
+
+    names: tuple[str, ...]
+    layer: int | None
+    shapes: Mapping[str, tuple[int, ...]]
+    order: Tensor | None
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return its shape in a layer: [rows, ...], of experts [experts, rows, columns]."""
+        shapes = [self._turned(shape) for shape in self.shapes.values()]
+        first = shapes[0]
+        return first if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *first[1:])
+
+    def key(self, name: str, *, stacked: bool) -> str:
+        """Return one of its names in a checkpoint. A model whose layers differ is not stacked."""
+        if self.layer is None:
+            return name
+        return f"{LAYERS}{name}" if stacked else f"{LAYERS}{self.layer}.{name}"
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return it, of the parameters."""
+        turned = [part.t() if self._turns(part.shape) else part for part in parts]
+        rows = turned[0] if len(turned) == 1 else torch.cat(turned)
+        return rows.contiguous() if self.order is None else rows[self.order]
+
+    def parts(self, whole: Tensor) -> dict[str, Tensor]:
+        """Return the parameters in it, by their names."""
+        rows = whole
+        if self.order is not None:
+            rows = torch.empty_like(whole)
+            rows[self.order] = whole
+        if len(self.shapes) == 1:
+            pieces: Sequence[Tensor] = [rows]
+        else:
+            pieces = rows.split([shape[0] for shape in self.shapes.values()])
+        turned = [piece.t() if self._turns(piece.shape) else piece for piece in pieces]
+        return dict(zip(self.shapes, turned, strict=True))
+
+    def _turns(self, shape: Sequence[int]) -> bool:
+        return self.transposed and len(shape) == 2
+
+    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[::-1] if self._turns(shape) else shape
+
+
+def tensors_of(model: Any) -> list[MegatronTensor]:
+    """Return Megatron's tensors for a model of transformers, which may be on the meta device.
+
+    Raises:
+        CheckpointError: its type is not known here, or it has a parameter for which Megatron has no place.
+    """
+    kind = str(model.config.model_type)
+    if kind not in FAMILIES:
+        raise CheckpointError(
+            f"A model of the type {kind} is not known under Megatron's names.",
+            where=f"--model, model_type {kind}",
+            fix=f"these are: {', '.join(FAMILIES)}. Others go through the Hub's format: Megatron Bridge converts them",
+        )
+    family = FAMILIES[kind]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    made = [_made(model.config, shapes, rule, rule.sources, None) for rule in family.outer]
+    for layer in range(model.config.num_hidden_layers):
+        for rule in family.inner:
+            sources = tuple(f"{family.layers}{layer}.{source}" for source in rule.sources)
+            made.append(_made(model.config, shapes, rule, sources, layer))
+    found = [one for one in made if one is not None]
+    known = {name for one in found for name in one.shapes}
+    if odd := [name for name in shapes if name not in known]:
+        raise CheckpointError(
+            f"Megatron has no place for {len(odd)} parameters of the model: {', '.join(odd[:3])}.",
+            where=f"--model, model_type {kind}",
+            fix="write the weights as a model of the Hub: --format hf",
+        )
+    return found
+
+
+def _made(
+    config: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    rule: Rule,
+    sources: Sequence[str],
+    layer: int | None,
+) -> MegatronTensor | None:
+    there = {name: shapes[name] for name in sources if name in shapes}
+    if len(there) != len(sources):  # a part of them would be told by `tensors_of`
+        return None
+    order = _by_head(config, there) if rule.by_head else None
+    return MegatronTensor(rule.names, layer, there, order, rule.transposed)
+
+
+def _by_head(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    """Return the rows of q, k and v, which lie one after the other, by group of heads."""
+    heads = int(config.num_attention_heads)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    rows = sum(shape[-1] if len(shapes) == 1 else shape[0] for shape in shapes.values())
+    width = rows // (heads + 2 * groups)  # of a head
+    q = torch.arange(heads * width).view(groups, -1)
+    k = torch.arange(groups * width).view(groups, width) + heads * width
+    return torch.cat((q, k, k + groups * width), dim=1).view(-1)

@@ -1,0 +1,228 @@
+"""A checkpoint written in Megatron-Core's torch_dist format, layer by layer.
+
+Its runs with the distributed optimizer, the float16 one and the fp32 one look for the same values under different
+names. All names are written, and those with the same values point at the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from launcher.checkpoint.deepspeed.write import new_directory
+from launcher.checkpoint.megatron.names import LAYERS, MegatronTensor, tensors_of
+from launcher.checkpoint.names import BACKEND_FILE, COMMON_FILE, ITERATION_FILE, METADATA_FILE
+from launcher.checkpoint.source import SourceCheckpoint
+from launcher.errors import CheckpointError
+from launcher.models.build import build_on_meta, load_config
+
+FILE = "__0_0.distcp"
+MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+_STATELESS = tuple(
+    f"{LAYERS}{name}._extra_state"
+    for name in (
+        *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
+        *("mlp.linear_fc1", "mlp.linear_fc2"),
+    )
+)
+"""Objects that Transformer Engine saves for fp8, and that a load asks for."""
+_EXPERTS = tuple(f"{LAYERS}mlp.experts.experts.linear_fc{n}._extra_state" for n in (1, 2))
+
+
+def write_megatron(stored: SourceCheckpoint, model: str, out: Path) -> Path:
+    """Write a checkpoint for Megatron-Core's `dist_checkpointing.load`; return its directory.
+
+    Args:
+        model: that was trained: a directory with config.json, or a name.
+
+    Raises:
+        CheckpointError: Megatron has no place for the model or its optimizer, or `out` has one of that step.
+    """
+    made = build_on_meta(load_config(model))
+    tensors = tensors_of(made)
+    _check(stored, tensors)
+    step = int(stored.meta["global_steps"])
+    with new_directory(out, f"iter_{step:07d}") as directory:
+        writer = _Writer(directory / FILE, stored, made.config)
+        with (directory / FILE).open("wb") as file:
+            for tensor in tensors:
+                writer.write(file, tensor)
+            writer.write_stateless(file)
+            file.flush()
+            os.fsync(file.fileno())
+        (directory / METADATA_FILE).write_bytes(pickle.dumps(writer.metadata))
+        torch.save(_common(stored, step), directory / COMMON_FILE)
+        backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        backends |= {"common_backend": "torch", "common_backend_version": 1}
+        (directory / BACKEND_FILE).write_text(json.dumps(backends))
+    (out / ITERATION_FILE).write_text(str(step))
+    return out / f"iter_{step:07d}"
+
+
+class _Writer:
+    """Writes tensors into one file, and notes where they are."""
+
+    def __init__(self, path: Path, stored: SourceCheckpoint, config: Any) -> None:
+        self.metadata = Metadata({}, planner_data=None, storage_data={})
+        self._file, self._stored = path.name, stored
+        self._layers, self._experts = int(config.num_hidden_layers), _experts_of(config)
+
+    def write(self, file: Any, tensor: MegatronTensor) -> None:
+        """Write a tensor and its states."""
+        own = self._stored.dtype_of(next(iter(tensor.shapes)), self._stored.dtype)
+        place = self._put(file, tensor, self._joined("model", tensor, own), [""])
+        states = [
+            s for s in self._stored.states if f"{s}/{next(iter(tensor.shapes))}" in self._stored.entries
+        ]
+        if not states:
+            return
+        if own == torch.float32:
+            self._note(tensor, own, list(MASTERS), place)
+        else:
+            self._put(file, tensor, self._joined("model", tensor, torch.float32), list(MASTERS))
+        for state in states:
+            self._put(
+                file,
+                tensor,
+                self._joined(state, tensor, torch.float32),
+                [f"optimizer.state.{state.removeprefix('optimizer/')}."],
+            )
+
+    def write_stateless(self, file: Any) -> None:
+        """Write the empty objects that a load asks for, all in the same bytes."""
+        empty = io.BytesIO()
+        torch.save([None], empty)  # one object, which is none
+        place = _StorageInfo(self._file, file.tell(), file.write(empty.getvalue()))
+        for layer in range(self._layers):
+            names = [f"{name}/shard_{layer}_{self._layers}" for name in _STATELESS]
+            for expert in range(self._experts):
+                shard = f"shard_{layer}.{expert}_{self._layers}.{self._experts}"
+                names += [f"{name}/{shard}" for name in _EXPERTS]
+            for name in names:
+                self.metadata.state_dict_metadata[name] = BytesStorageMetadata()
+                self.metadata.storage_data[MetadataIndex(name)] = place
+
+    def _joined(self, kind: str, tensor: MegatronTensor, dtype: torch.dtype) -> Tensor:
+        return tensor.joined([self._stored.tensor(f"{kind}/{name}", dtype) for name in tensor.shapes])
+
+    def _put(self, file: Any, tensor: MegatronTensor, values: Tensor, prefixes: list[str]) -> _StorageInfo:
+        start = file.tell()
+        # As a layer of all: torch.distributed.checkpoint keeps the shape of the stack.
+        torch.save(values if tensor.layer is None else values.unsqueeze(0), file)
+        place = _StorageInfo(self._file, start, file.tell() - start)
+        self._note(tensor, values.dtype, prefixes, place)
+        return place
+
+    def _note(
+        self, tensor: MegatronTensor, dtype: torch.dtype, prefixes: list[str], place: _StorageInfo
+    ) -> None:
+        for prefix in prefixes:
+            for name in tensor.names:
+                self._note_one(f"{prefix}{tensor.key(name, stacked=True)}", tensor, dtype, place)
+
+    def _note_one(self, key: str, tensor: MegatronTensor, dtype: torch.dtype, place: _StorageInfo) -> None:
+        stack = () if tensor.layer is None else (self._layers,)
+        size = torch.Size((*stack, *tensor.shape))
+        offsets = torch.Size(((tensor.layer or 0) if stack else 0, *([0] * (len(size) - 1))))
+        chunk = ChunkStorageMetadata(offsets, torch.Size((*((1,) if stack else ()), *tensor.shape)))
+        entry = self.metadata.state_dict_metadata.setdefault(
+            key, TensorStorageMetadata(TensorProperties(dtype=dtype), size, [])
+        )
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks.append(chunk)
+        self.metadata.storage_data[MetadataIndex(key, offsets)] = place
+
+
+def _common(stored: SourceCheckpoint, step: int) -> dict[str, Any]:
+    """Return what is alike on all ranks."""
+    common: dict[str, Any] = {"iteration": step, "checkpoint_version": 3.0}
+    if not stored.options:
+        return common
+    count = max(stored.steps.values(), default=0.0)
+    inner = {"param_groups": _groups(stored, count), "state": {"common_step": torch.tensor(count)}}
+    # The distributed and the float16 optimizer look below "optimizer", the fp32 one beside it.
+    common["optimizer"] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable", **inner}
+    common["content_metadata"] = {
+        "distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }  # fmt: skip
+    return common
+
+
+def _groups(stored: SourceCheckpoint, count: float) -> list[dict[str, Any]]:
+    """Return Megatron's param groups, which it finds by these keys."""
+    decays = [float(options.get("weight_decay", 0.0)) for options in stored.options]
+    first = stored.options[0]
+    rate, betas, eps = float(first["lr"]), tuple(first.get("betas", (0.9, 0.999))), first.get("eps", 1e-8)
+    common = {
+        "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True,
+        "max_lr": rate, "min_lr": None, "lr": rate, "betas": betas, "eps": eps, "step": count,
+    }  # fmt: skip
+    return [{**common, "wd_mult": mult, "weight_decay": max(decays) * mult} for mult in (1.0, 0.0)]
+
+
+def _check(stored: SourceCheckpoint, tensors: list[MegatronTensor]) -> None:
+    """Check that the checkpoint is of the model, and that its optimizer is one of Megatron's."""
+    shapes = {name: shape for tensor in tensors for name, shape in tensor.shapes.items()}
+    further = {*stored.tied, *shapes}
+    problems = [
+        *(f"{name} is not there" for name in shapes if name not in stored.shapes),
+        *(f"{name} is none of the model's" for name in stored.shapes if name not in further),
+        *(
+            f"{name} has the shape {list(stored.shapes[name])}, not {list(shape)}"
+            for name, shape in shapes.items()
+            if stored.shapes.get(name, shape) != shape
+        ),
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{stored.path} is not a checkpoint of such a model: {'; '.join(problems[:4])}"
+            f"{'; ...' if len(problems) > 4 else ''}.",
+            where=str(stored.path),
+            fix="name the model that was trained",
+        )
+    adam = {"optimizer/exp_avg", "optimizer/exp_avg_sq"}
+    if set(stored.states) not in (set(), adam):
+        raise CheckpointError(
+            f"The optimizer of {stored.path} has the states {', '.join(_bare(stored.states))}; Megatron's Adam has "
+            f"{', '.join(_bare(adam))}.",
+            where=str(stored.path),
+            fix="write the weights alone: --format hf",
+        )
+
+
+def not_written(stored: SourceCheckpoint) -> Iterator[str]:
+    """Yield what Megatron's files do not take along."""
+    if stored.meta.get("scheduler") is not None:
+        yield "not written: the schedule; Megatron computes its own from the iteration (--override-opt_param-scheduler)"
+    yield "not written: random states (--no-load-rng)"
+    rates = {float(options["lr"]) for options in stored.options if "lr" in options}
+    decays = {float(options.get("weight_decay", 0.0)) for options in stored.options} - {0.0}
+    if len(rates) > 1 or len(decays) > 1:
+        yield "changed: Megatron has one rate and one weight decay, and gets the first rate and the largest decay"
+
+
+def _bare(states: Any) -> list[str]:
+    return sorted(state.removeprefix("optimizer/") for state in states)
+
+
+def _experts_of(config: Any) -> int:
+    names = ("num_local_experts", "num_experts")
+    return int(next((getattr(config, name) for name in names if getattr(config, name, None)), 0))

@@ -1,0 +1,105 @@
+"""Megatron-Core's run goes on here, and one of launcher's goes on there, with the same losses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import launcher
+from launcher.cli.main import main as launch
+from tests.parity_deepspeed.conftest import run_ranks
+from tests.parity_megatron.runs import (
+    AFTER,
+    BEFORE,
+    CASES,
+    DECAY,
+    MODELS,
+    RATE,
+    ROWS,
+    batch,
+    name_of,
+    write_config,
+)
+from tests.pool import RankContext, WorkerPool
+
+
+def run_megatron(task: str, case: dict[str, Any], place: Path, directory: Path) -> list[float]:
+    source, out = directory / f"{task}.json", directory / f"{task}-out.json"
+    source.write_text(json.dumps({"case": case, "place": str(place)}))
+    command = [sys.executable, "-m", "tests.parity_megatron.megatron_side", task, str(source), str(out)]
+    run_ranks(command, case["world"], [directory / f"{task}-{rank}.log" for rank in range(case["world"])])
+    return [float(loss) for loss in json.loads(out.read_text())]
+
+
+def _engine(case: dict[str, Any], world: int) -> Any:
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[case["model"]]))
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS // world,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": case["stage"], "stage3_param_persistence_threshold": 0},
+    }
+    if case.get("dtype"):
+        config["bf16"] = {"enabled": True}
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
+    return launcher.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def _steps(ctx: RankContext, engine: Any, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        rows = batch(step).chunk(ctx.world)[ctx.rank]
+        loss = engine(input_ids=rows, labels=rows).loss
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float().clone()
+        torch.distributed.all_reduce(mean)
+        losses.append(mean.item() / ctx.world)
+    return losses
+
+
+def goes_on(ctx: RankContext, case: dict[str, Any], place: Path) -> list[float]:
+    engine = _engine(case, ctx.world)
+    path, _ = engine.load_checkpoint(place)
+    assert path is not None and engine.global_steps == BEFORE
+    losses = _steps(ctx, engine, BEFORE, AFTER)
+    engine.destroy()
+    return losses
+
+
+def begins(ctx: RankContext, case: dict[str, Any], place: Path) -> list[float]:
+    engine = _engine(case, ctx.world)
+    _steps(ctx, engine, 0, BEFORE)
+    engine.save_checkpoint(place)
+    losses = _steps(ctx, engine, BEFORE, AFTER)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_losses_go_on_in_both_directions(pool: WorkerPool, tmp_path: Path, case: dict[str, Any]) -> None:
+    model = write_config(case["model"], tmp_path)
+    # The router's choice of experts, and sums in 16 bits, turn on the last bits.
+    bar = 1e-6 if not case.get("dtype") else 2e-3
+
+    theirs = run_megatron("begin", case, tmp_path / "theirs", tmp_path)
+    assert launch(["import", str(tmp_path / "theirs"), str(tmp_path / "in"), "--model", str(model)]) == 0
+    for mine in pool.run(goes_on, case["ranks"], case, tmp_path / "in"):
+        assert mine == pytest.approx(theirs, rel=bar)
+
+    mine = pool.run(begins, case["ranks"], case, tmp_path / "ours")[0]
+    out = tmp_path / "out"
+    assert (
+        launch(["export", str(tmp_path / "ours"), str(out), "--format", "megatron", "--model", str(model)])
+        == 0
+    )
+    assert run_megatron("go_on", case, out, tmp_path) == pytest.approx(mine, rel=bar)
