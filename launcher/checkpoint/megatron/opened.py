@@ -120,12 +120,20 @@ class MegatronFiles:
         return left
 
     def check_bytes(self) -> None:
-        """Compare the bytes of the tensors with the checksums that torch.save wrote.
+        """Compare the bytes of `common.pt` and of the tensors with the checksums that torch.save wrote.
 
         Raises:
-            CheckpointError: they differ.
+            CheckpointError: they differ, or a file is too short.
         """
         places = self.tensors.storage_data.items()
+        common = self.directory / COMMON_FILE
+        with zipfile.ZipFile(common) as archive:
+            if archive.testzip():
+                raise wrong(common, "is damaged: it is not what was written")
+        for _, info in places:
+            path = self.directory / info.relative_path
+            if not path.is_file() or path.stat().st_size < info.offset + info.length:
+                raise wrong(path, "is too short" if path.is_file() else "is missing")
         named = [info for index, info in places if index.fqn in self.tensors.state_dict_metadata]
         # launcher writes one tensor under several names
         once = {(info.relative_path, info.offset): info for info in named}
