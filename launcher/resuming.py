@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.checkpoint import store
 from launcher.checkpoint.names import META_FILE
-from launcher.checkpoint.tags import is_foreign, latest_tag
+from launcher.checkpoint.tags import is_foreign, latest_tag, refuse_unread
 from launcher.comm.plain import decode
 from launcher.config import Config
 from launcher.config.ranks import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
@@ -173,6 +173,7 @@ def _place(wanted: str | None, checkpoints: Path, *, own: bool) -> tuple[Path, s
     if (path / META_FILE).is_file() or is_foreign(path):
         path = path.resolve()
         return path.parent, path.name
+    refuse_unread(path)
     raise ConfigError(
         f"--resume: {path} is not a checkpoint",
         where=f"--resume {wanted}",

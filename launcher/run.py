@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
 
 from launcher import earlier_run, owner
 from launcher.cluster.secret import without_secrets
@@ -155,6 +156,16 @@ class Run:
     def model_dir(self) -> Path:
         """Return where the final weights are written, as Hugging Face reads them."""
         return self.output_dir / MODEL
+
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]] | None:
+        """Return the param groups of `--decay`; None: all parameters are one group."""
+        if self.args.decay == "all":
+            return None
+        parameters = list(model.parameters())
+        return [
+            {"params": [parameter for parameter in parameters if parameter.dim() > 1]},
+            {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
+        ]
 
     def auto_values(
         self, *, lr: float, total_steps: int, micro_batch: int, weight_decay: float = 0.0

@@ -70,6 +70,7 @@ def main() -> None:
     made = model_with_source(model_config, name, from_scratch=args.from_scratch, seed=args.seed)
     engine, *_ = launcher.initialize(
         model=made.model,
+        model_parameters=run.param_groups(made.model),
         config=run.config,
         source=made.source,
         seed=args.seed,

@@ -110,7 +110,7 @@ def refuse_foreign(path: Path) -> None:
     Raises:
         CheckpointError: it is.
     """
-    _refuse_unread(path)
+    refuse_unread(path)
     if is_foreign(path):
         raise CheckpointError(
             f"{path} is one checkpoint{' of DeepSpeed' if is_deepspeed(path) else ''}, not a directory of them.",
@@ -119,8 +119,12 @@ def refuse_foreign(path: Path) -> None:
         )
 
 
-def _refuse_unread(path: Path) -> None:
-    """Say what to do with checkpoints that are not loaded as they are."""
+def refuse_unread(path: Path) -> None:
+    """Say what to do with a checkpoint that is not loaded as it is.
+
+    Raises:
+        CheckpointError: it is one.
+    """
     through_hub = "convert it into Hugging Face's format, and start from that model (--model)"
     convert = f"{through_hub}; Megatron-LM does it with tools/checkpoint/convert.py"
     kinds = (

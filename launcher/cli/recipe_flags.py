@@ -9,6 +9,7 @@ from types import MappingProxyType
 from launcher.cli.flags import FlagParser, number, positive, shown, whole
 from launcher.monitor.trace import steps_of
 
+DECAYS = ("all", "matrices")
 _NONE: Mapping[str, object] = MappingProxyType({})
 
 
@@ -18,7 +19,7 @@ def training_parser(
     """Return the parser a recipe starts from; it may add flags of its own.
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
-    epochs, learning_rate, weight_decay, warmup_steps, batch_size, output_dir, overwrite, save_every, eval_every,
+    epochs, learning_rate, weight_decay, decay, warmup_steps, batch_size, output_dir, overwrite, save_every, eval_every,
     resume, keep_batch, allow_model_changes, profile, profile_steps, seed, max_nonfinite_steps, device.
     None means "not said".
 
@@ -56,6 +57,13 @@ def training_parser(
     )
     optimizer.add_argument("--learning-rate", type=number, metavar="X", help="peak learning rate")
     optimizer.add_argument("--weight-decay", type=number, metavar="X", help="weight decay of the optimizer")
+    optimizer.add_argument(
+        "--decay",
+        choices=DECAYS,
+        default="all",
+        help="which parameters decay: all, or matrices and not biases and norms, as in Megatron-LM and the Trainer "
+        "(default: all)",
+    )
     optimizer.add_argument(
         "--warmup-steps", type=whole, metavar="N", help="optimizer steps of learning-rate warm-up"
     )

@@ -288,6 +288,7 @@ def begin(case: dict[str, Any], place: Path) -> list[float]:
 
 def go_on(case: dict[str, Any], place: Path) -> list[float]:
     from megatron.core import dist_checkpointing
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     run = _Run(case)
     directory = place / f"iter_{BEFORE:07d}"
@@ -295,6 +296,22 @@ def go_on(case: dict[str, Any], place: Path) -> list[float]:
     assert state["iteration"] == BEFORE
     run.bare.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
+    schedule = OptimizerParamScheduler(
+        run.optimizer,
+        init_lr=0.0,
+        max_lr=RATE,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=100,
+        lr_decay_style="constant",
+        start_wd=DECAY,
+        end_wd=DECAY,
+        wd_incr_steps=100,
+        wd_incr_style="constant",
+        override_opt_param_scheduler=True,
+    )
+    schedule.load_state_dict(state["opt_param_scheduler"])
+    assert schedule.num_steps == state["args"].consumed_train_samples == BEFORE * ROWS
     for group in run.optimizer.param_groups:
         assert group["lr"] == RATE and group["weight_decay"] == DECAY * group["wd_mult"]
     return run.steps(BEFORE, AFTER)

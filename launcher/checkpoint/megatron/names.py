@@ -24,7 +24,7 @@ _NORM_2 = ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
 @dataclass(frozen=True)
-class Rule:
+class JoinRule:
     """What a tensor of Megatron's is made of.
 
     Args:
@@ -51,17 +51,19 @@ class Family:
     """
 
     layers: str
-    inner: tuple[Rule, ...]
-    outer: tuple[Rule, ...]
+    inner: tuple[JoinRule, ...]
+    outer: tuple[JoinRule, ...]
 
 
-def _norm(names: tuple[str, ...], source: str) -> list[Rule]:
-    return [Rule(tuple(f"{n}{kind}" for n in names), (f"{source}.{kind}",)) for kind in ("weight", "bias")]
-
-
-def _linear(name: str, *sources: str, by_head: bool = False, transposed: bool = False) -> list[Rule]:
+def _norm(names: tuple[str, ...], source: str) -> list[JoinRule]:
     return [
-        Rule((f"{name}.{kind}",), tuple(f"{s}.{kind}" for s in sources), by_head, transposed)
+        JoinRule(tuple(f"{n}{kind}" for n in names), (f"{source}.{kind}",)) for kind in ("weight", "bias")
+    ]
+
+
+def _linear(name: str, *sources: str, by_head: bool = False, transposed: bool = False) -> list[JoinRule]:
+    return [
+        JoinRule((f"{name}.{kind}",), tuple(f"{s}.{kind}" for s in sources), by_head, transposed)
         for kind in ("weight", "bias")
     ]
 
@@ -81,13 +83,13 @@ LLAMA = Family(
         *_linear("mlp.linear_fc2", "mlp.down_proj"),
         *_linear("mlp.router", "mlp.gate"),
         # [layers, experts, ...]: gate and up of an expert lie in one parameter of the model, too
-        Rule(("mlp.experts.experts.linear_fc1.weight",), ("mlp.experts.gate_up_proj",)),
-        Rule(("mlp.experts.experts.linear_fc2.weight",), ("mlp.experts.down_proj",)),
+        JoinRule(("mlp.experts.experts.linear_fc1.weight",), ("mlp.experts.gate_up_proj",)),
+        JoinRule(("mlp.experts.experts.linear_fc2.weight",), ("mlp.experts.down_proj",)),
     ),
     (
-        Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
+        JoinRule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
         *_norm(("decoder.final_layernorm.",), "model.norm"),
-        Rule(("output_layer.weight",), ("lm_head.weight",)),
+        JoinRule(("output_layer.weight",), ("lm_head.weight",)),
     ),
 )
 GPT2 = Family(
@@ -101,10 +103,10 @@ GPT2 = Family(
         *_linear("mlp.linear_fc2", "mlp.c_proj", transposed=True),
     ),
     (
-        Rule(("embedding.word_embeddings.weight",), ("transformer.wte.weight",)),
-        Rule(("embedding.position_embeddings.weight",), ("transformer.wpe.weight",)),
+        JoinRule(("embedding.word_embeddings.weight",), ("transformer.wte.weight",)),
+        JoinRule(("embedding.position_embeddings.weight",), ("transformer.wpe.weight",)),
         *_norm(("decoder.final_layernorm.",), "transformer.ln_f"),
-        Rule(("output_layer.weight",), ("lm_head.weight",)),
+        JoinRule(("output_layer.weight",), ("lm_head.weight",)),
     ),
 )
 FAMILIES = {
@@ -123,7 +125,7 @@ class MegatronTensor:
         layer: its number; None: it belongs to no layer.
         shapes: name of a parameter -> its shape, in the order of the rows.
         order: number of the row, of those one after the other, that is in each row; None: as they are.
-        transposed: see `Rule`.
+        transposed: see `JoinRule`.
     """
 
     names: tuple[str, ...]
@@ -205,7 +207,7 @@ def tensors_of(model: Any) -> list[MegatronTensor]:
 def _made(
     config: Any,
     shapes: Mapping[str, tuple[int, ...]],
-    rule: Rule,
+    rule: JoinRule,
     sources: Sequence[str],
     layer: int | None,
 ) -> MegatronTensor | None:
