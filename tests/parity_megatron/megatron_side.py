@@ -68,12 +68,13 @@ class FusedAdam(torch.optim.Optimizer):
                 param.addcdiv_(state["exp_avg"], root, value=-size)
 
 
-def _with_fused_adam() -> None:
+def _choose_adam(*, fused: bool) -> None:
     import megatron.core.optimizer as optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    vars(optimizer).update(Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False)
-    vars(distrib_optimizer).update(Adam=FusedAdam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
+    adam = FusedAdam if fused else torch.optim.AdamW
+    vars(optimizer).update(Adam=adam, USING_PYTORCH_OPTIMIZER=not fused)
+    vars(distrib_optimizer).update(Adam=adam, HAVE_APEX_OR_TE=fused, USING_APEX_OPTIMIZER=fused)
 
 
 def _without_cuda() -> None:
@@ -186,6 +187,8 @@ class _Run:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         self.case, spread = case, case["optimizer"] == "distributed"
+        _choose_adam(fused=spread)
+        parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(case["tp"], case["pp"])
         self.config, self.bare = _model(case)
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -309,6 +312,7 @@ def go_on(case: dict[str, Any], place: Path) -> list[float]:
         wd_incr_steps=100,
         wd_incr_style="constant",
         override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
     )
     schedule.load_state_dict(state["opt_param_scheduler"])
     assert schedule.num_steps == state["args"].consumed_train_samples == BEFORE * ROWS
@@ -322,10 +326,9 @@ def main() -> None:
     given = json.loads(Path(source).read_text())
     _OnCpu().__enter__()
     _without_cuda()
-    if given["case"]["optimizer"] == "distributed":
-        _with_fused_adam()
     dist.init_process_group("gloo")
-    losses = {"begin": begin, "go_on": go_on}[task](given["case"], Path(given["place"]))
+    do = {"begin": begin, "go_on": go_on}[task]
+    losses = [do(case, Path(place)) for case, place in given]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(losses))
     dist.barrier()
