@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from launcher.checkpoint import store, tags
 from launcher.checkpoint.export import temporary_file, write_safetensors
 from launcher.checkpoint.reader import read_metadata
+from launcher.checkpoint.source import SourceCheckpoint
 from launcher.comm.plain import decode
 from launcher.errors import LauncherError
 from launcher.models.stacked_names import all_apart
@@ -44,6 +45,12 @@ def write_script(directory: Path) -> None:
     path = directory / SCRIPT_NAME
     path.write_text(SCRIPT.format(python=sys.executable))
     path.chmod(0o755)
+
+
+def write_weights(stored: SourceCheckpoint, out: Path) -> None:
+    """Write the parameters in fp32 as safetensors, one of them in memory at a time."""
+    fetched = {name: partial(stored.tensor, f"model/{name}", torch.float32) for name in stored.shapes}
+    write_safetensors(out, [(name, torch.float32, stored.shapes[name], get) for name, get in fetched.items()])
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

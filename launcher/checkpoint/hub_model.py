@@ -38,7 +38,7 @@ def write_model(
     dtype = dtype or stored.dtype
     made: Any = build_on_meta(load_config(model))
     adopt_generation(made)
-    ties = _ties(made)
+    ties = ties_of(made)
     _check(stored, made, model, ties)
     layout, entries = HubLayout(made), list[ExportEntry]()
     for name, shape in stored.shapes.items():
@@ -56,7 +56,7 @@ def write_model(
     return dtype
 
 
-def _ties(model: Any) -> dict[str, str]:
+def ties_of(model: Any) -> dict[str, str]:
     """Return further names of tied parameters -> their first ones."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)

@@ -111,7 +111,7 @@ class Inspected:
         if not self.verified:
             return "not compared (--verify does it)"
         without = " (but DeepSpeed's swap files have none)" if any(self.path.rglob("*.swp")) else ""
-        return f"every byte is as it was written{without}"
+        return f"the contents are as they were written{without}"
 
     def _dtypes(self, kind: str) -> str:
         found = Counter(
@@ -173,7 +173,7 @@ def _of_megatron(path: Path, *, verify: bool) -> Inspected:
     meta = {
         "global_steps": files.iteration,
         "global_samples": samples,
-        "world_size": files.args.get("data_parallel_size", "an unknown number"),
+        "world_size": files.args.get("data_parallel_size", "not recorded"),
         "optimizer": {"type": "Adam", "param_groups": files.options} if files.options else None,
         "writer": WRITER,
     }

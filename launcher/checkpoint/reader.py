@@ -144,7 +144,8 @@ def covers(metadata: Metadata, name: str, wanted: torch.Tensor) -> bool:
     pieces = getattr(wanted, "__create_chunk_list__", None)
     boxes = whole if pieces is None else [(piece.offsets, piece.sizes) for piece in pieces()]
     return all(
-        sum(_common(offsets, sizes, chunk.offsets, chunk.sizes) for chunk in entry.chunks) == math.prod(sizes)
+        sum(common_volume(offsets, sizes, chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+        == math.prod(sizes)
         for offsets, sizes in boxes
     )
 
@@ -184,7 +185,7 @@ def quietly(work: Callable[[], T]) -> T:
         return work()
 
 
-def _common(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> int:
+def common_volume(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> int:
     """Return the elements that two boxes share."""
     spans = zip(start, size, other, other_size, strict=True)
     return math.prod(max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in spans)

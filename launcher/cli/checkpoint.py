@@ -35,8 +35,8 @@ formats:
   fp32        The weights alone, as safetensors in fp32. With the model's config.json beside them from_pretrained reads
               them."""
 IMPORT = """\
-Writes a checkpoint of DeepSpeed's, Megatron-Core's, or of a program of FSDP2, as one of launcher's. Megatron's needs
-it, and --model. The others do not: `load_checkpoint` reads them as they are."""
+Writes a checkpoint of another program as one of launcher's. A checkpoint of Megatron-Core must be imported before it is
+used, with --model. Those of DeepSpeed and FSDP2 need no import: `load_checkpoint` and --resume read them."""
 
 
 def inspect_parser() -> FlagParser:
@@ -46,8 +46,10 @@ def inspect_parser() -> FlagParser:
     )
     _source(parser)
     parser.add_argument("--tensors", action="store_true", help="every tensor with its shape and dtype")
-    parser.add_argument("--verify", action="store_true", help="compare all bytes with their checksums")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare the contents with the checksums in the files"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -57,7 +59,7 @@ def export_parser() -> FlagParser:
         prog="launch export", description=EXPORT, epilog="example: launch export out back --format universal"
     )
     _source(parser)
-    parser.add_argument("out", metavar="OUT", help="where the files go")
+    parser.add_argument("out", metavar="OUT", help="a directory to write into; nothing in it is replaced")
     parser.add_argument("--format", choices=FORMATS, required=True, help="what to write")
     parser.add_argument(
         "--stage", type=int, choices=range(4), help="the ZeRO stage of --format deepspeed (default: 1)"
@@ -70,17 +72,23 @@ def export_parser() -> FlagParser:
     )
     _model(parser, "that was trained, for --format hf and megatron")
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="of the weights of --format hf (default: the run's)"
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="dtype of the weights of --format hf (default: the run's)",
     )
     return parser
 
 
 def import_parser() -> FlagParser:
     """Return the parser of `launch import`."""
-    parser = FlagParser(prog="launch import", description=IMPORT, epilog="example: launch import theirs ours")
+    parser = FlagParser(
+        prog="launch import",
+        description=IMPORT,
+        epilog="example: launch import megatron/checkpoints ours --model meta-llama/Llama-3.1-8B",
+    )
     _source(parser)
-    parser.add_argument("out", metavar="OUT", help="a directory of checkpoints, which gets one more")
-    _model(parser, "whose names a checkpoint of Megatron-Core gets")
+    parser.add_argument("out", metavar="OUT", help="a directory to write into; it may have checkpoints")
+    _model(parser, "that was trained; only for a checkpoint of Megatron-Core")
     return parser
 
 
@@ -102,21 +110,14 @@ def export(argv: Sequence[str]) -> int:
     """Run `launch export`; returns 0."""
     flags = export_parser().parse_args(argv)
     _check_flags(flags)
-    if flags.format == "fp32":
-        from launcher.checkpoint.fp32 import convert_zero_checkpoint_to_fp32_state_dict
-        from launcher.checkpoint.source import there_already
-
-        directory, tag = _chosen(flags)
-        if there := sorted(Path(flags.out).glob("[!.]*.safetensors*")):
-            raise there_already(there[0])
-        convert_zero_checkpoint_to_fp32_state_dict(directory, flags.out, safe_serialization=True, tag=tag)
-        print(f"wrote the weights of {flags.directory} into {flags.out}, in fp32")
-        return 0
     if flags.format == "hf":
         _export_model(flags)
         return 0
     if flags.format == "megatron":
         _export_to_megatron(flags)
+        return 0
+    if flags.format == "fp32":
+        _export_weights(flags)
         return 0
     _export_state(flags)
     return 0
@@ -139,10 +140,29 @@ def _check_flags(flags: Any) -> None:
                 fix=f"leave it out, or write --format {of}",
             )
     if flags.format in ("hf", "megatron") and flags.model is None:
+        lacks = (
+            "config.json and no tokenizer" if flags.format == "hf" else "config.json, which says its heads"
+        )
         raise ConfigError(
-            f"--format {flags.format} needs --model: a checkpoint has no config.json and no tokenizer",
+            f"--format {flags.format} needs --model: a checkpoint has no {lacks}",
             fix="name the directory of the model that was trained; --format fp32 writes the weights alone",
         )
+
+
+def _export_weights(flags: Any) -> None:
+    from launcher.checkpoint.fp32 import convert_zero_checkpoint_to_fp32_state_dict, write_weights
+    from launcher.checkpoint.megatron.opened import directory_of
+    from launcher.checkpoint.source import there_already
+
+    if there := sorted(Path(flags.out).glob("[!.]*.safetensors*")):
+        raise there_already(there[0])
+    if directory_of(Path(flags.directory), flags.tag) is not None:
+        write_weights(_opened(flags), Path(flags.out))
+    else:
+        _check_model_is_needed(flags)
+        directory, tag = _chosen(flags)
+        convert_zero_checkpoint_to_fp32_state_dict(directory, flags.out, safe_serialization=True, tag=tag)
+    print(f"wrote the weights of {flags.directory} into {flags.out}, in fp32")
 
 
 def _export_model(flags: Any) -> None:
@@ -203,9 +223,13 @@ def _not_written(stored: SourceCheckpoint, *, universal: bool) -> list[str]:
 
 def _source(parser: FlagParser) -> None:
     parser.add_argument(
-        "directory", metavar="DIRECTORY", help="the one that has the file `latest`, or one checkpoint in it"
+        "directory",
+        metavar="DIRECTORY",
+        help="a directory of checkpoints, one checkpoint in it, or the output of a recipe",
     )
-    parser.add_argument("--tag", metavar="TAG", help="which checkpoint (default: the latest)")
+    parser.add_argument(
+        "--tag", metavar="TAG", help="the name of a checkpoint, such as global_step100 (default: the latest)"
+    )
 
 
 def _model(parser: FlagParser, which: str) -> None:
@@ -221,6 +245,7 @@ def _opened(flags: Any) -> SourceCheckpoint:
 
     found = directory_of(Path(flags.directory), flags.tag)
     if found is None:
+        _check_model_is_needed(flags)
         return SourceCheckpoint.open(*_chosen(flags))
     from launcher.checkpoint.megatron.reader import open_megatron
 
@@ -230,6 +255,15 @@ def _opened(flags: Any) -> SourceCheckpoint:
             fix="name the model that was trained: a directory with its config.json, or its name on the Hub",
         )
     return open_megatron(found, flags.model)
+
+
+def _check_model_is_needed(flags: Any) -> None:
+    if flags.model is not None and getattr(flags, "format", None) not in ("hf", "megatron"):
+        raise ConfigError(
+            f"--model belongs to --format hf and megatron, and to checkpoints of Megatron-Core; {flags.directory} "
+            "is none",
+            fix="leave it out",
+        )
 
 
 def _chosen(flags: Any) -> tuple[Path, str | None]:

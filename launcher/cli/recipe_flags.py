@@ -47,7 +47,12 @@ def training_parser(
     )
     model.add_argument("--seq-length", type=_length, metavar="N", help="tokens per sequence")
     length = parser.add_argument_group("length")
-    length.add_argument("--max-steps", type=positive, metavar="N", help="optimizer steps")
+    length.add_argument(
+        "--max-steps",
+        type=positive,
+        metavar="N",
+        help="optimizer steps in all, those of a resumed checkpoint included",
+    )
     length.add_argument(
         "--epochs", type=_epochs, metavar="N", help="passes over the data, instead of --max-steps"
     )
@@ -61,7 +66,7 @@ def training_parser(
         "--decay",
         choices=DECAYS,
         default="all",
-        help="which parameters decay: all, or matrices and not biases and norms, as in Megatron-LM and the Trainer "
+        help="which parameters decay: all, or matrices and not biases and norms, as in Megatron-LM "
         "(default: all)",
     )
     optimizer.add_argument(

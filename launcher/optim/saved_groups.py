@@ -53,7 +53,7 @@ def saved_groups(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> li
             raise CheckpointError(
                 f"the parameters of param group {at} were in the groups {first} and {other} of the checkpoint, which "
                 f"differ: {_difference(several[first], several[other])}",
-                fix="make the param groups as they were (a recipe: --decay matrices), or pass "
+                fix="start the recipe with --decay matrices; in a script, make the param groups as they were, or pass "
                 "load_optimizer_states=False",
             )
         found.append(first)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import launcher
@@ -30,15 +32,17 @@ def _model(kind: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[kind]))
 
 
-def _save(kind: str, place: Path, dtype: str = "") -> dict[str, torch.Tensor]:
-    """Write a checkpoint as the engine does; returns its tensors."""
+def _save(kind: str, place: Path, dtype: str = "", frozen: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """Write a checkpoint as the engine does; returns its tensors. Names with a part of `frozen` have no states."""
     model = _model(kind)
     decayed: list[str] = []
     vectors: list[str] = []
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        (decayed if parameter.dim() > 1 else vectors).append(name)
         tensors[f"model/{name}"] = torch.randn(parameter.shape)
+        if any(part in name for part in frozen):
+            continue
+        (decayed if parameter.dim() > 1 else vectors).append(name)
         for state in ("exp_avg", "exp_avg_sq"):
             tensors[f"optimizer/{state}/{name}"] = torch.randn(parameter.shape)
         tensors[f"scalar/step/{name}"] = torch.tensor(float(STEP))
@@ -53,9 +57,11 @@ def _save(kind: str, place: Path, dtype: str = "") -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _exported(kind: str, root: Path, dtype: str = "") -> tuple[dict[str, torch.Tensor], Path, str]:
+def _exported(
+    kind: str, root: Path, dtype: str = "", frozen: Sequence[str] = ()
+) -> tuple[dict[str, torch.Tensor], Path, str]:
     """Return (what was saved, the checkpoint in Megatron's format, the model's config)."""
-    tensors = _save(kind, root / "ours", dtype)
+    tensors = _save(kind, root / "ours", dtype, frozen)
     model = str(write_config(kind, root))
     out = str(root / "out")
     assert main(["export", str(root / "ours"), out, "--format", "megatron", "--model", model]) == 0
@@ -176,7 +182,11 @@ def test_the_arguments_of_the_run_are_heeded(tmp_path: Path, capsys: pytest.Capt
     # The same shapes, and other rows.
     _with_args(out, **heads | {"num_attention_heads": 8, "num_query_groups": 4})
     assert main(["import", str(out), str(tmp_path / "again"), "--model", model]) == 2
-    assert "8 heads and 4 of keys and values" in capsys.readouterr().err
+    assert "num_attention_heads 8, not 4; num_query_groups 4, not 2" in capsys.readouterr().err
+    for key in ("apply_layernorm_1p", "rotary_interleaved"):
+        _with_args(out, **heads, **{key: True})
+        assert main(["import", str(out), str(tmp_path / "again"), "--model", model]) == 2
+        assert f"{key} True, not False" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -224,7 +234,7 @@ def test_the_latest_iteration_is_taken(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["inspect", str(out.parent), "--verify"]) == 0
     assert main(["inspect", str(out.parent), "--tag", out.name]) == 0
     told = capsys.readouterr().out
-    assert "a checkpoint of Megatron-Core" in told and "every byte is as it was written" in told
+    assert "a checkpoint of Megatron-Core" in told and "the contents are as they were written" in told
     for text in ("12", "../evil", "", "\0\0"):
         latest.write_text(text)
         assert main(["import", str(out.parent), str(tmp_path / "in"), "--model", model]) == 2
@@ -256,3 +266,188 @@ def test_a_load_says_what_to_do(pool: WorkerPool, tmp_path: Path, capsys: pytest
             pool.run(_load, 1, place, tag)
     assert main(["import", str(out), str(tmp_path / "in")]) == 2
     assert "needs --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["", "bf16"])
+def test_frozen_layers_come_back(tmp_path: Path, dtype: str) -> None:
+    """In the stacked states their parts are missing, and what lies there is no value."""
+    tensors, _, model = _exported("llama", tmp_path, dtype, [".layers.0.", ".layers.2.", "embed_tokens"])
+    assert main(["import", str(tmp_path / "out"), str(tmp_path / "in"), "--model", model]) == 0
+    back = SourceCheckpoint.open(tmp_path / "in")
+    assert back.entries.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        frozen = f"optimizer/exp_avg/{name.removeprefix('model/')}" not in tensors
+        rounded = tensor.bfloat16().float() if dtype and frozen and name.startswith("model/") else tensor
+        assert torch.equal(back.tensor(name, torch.float32), rounded), name
+    assert sorted(back.frozen) == sorted(SourceCheckpoint.open(tmp_path / "ours").frozen)
+
+
+def test_what_megatron_has_as_one_tensor_is_trained_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(write_config("llama", tmp_path))
+    for part in ("q_proj", "v_proj", "up_proj"):
+        _save("llama", tmp_path / part, frozen=[part])
+        out = [
+            "export",
+            str(tmp_path / part),
+            str(tmp_path / "out"),
+            "--format",
+            "megatron",
+            "--model",
+            model,
+        ]
+        assert main(out) == 2
+        assert "some are trained; Megatron has one tensor" in capsys.readouterr().err
+
+
+def test_layers_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = AutoConfig.for_model(**{**MODELS["qwen3_moe"], "mlp_only_layers": [1]})
+    config.save_pretrained(tmp_path / "mixed")
+    model = AutoModelForCausalLM.from_config(config)
+    tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    _save("qwen3_moe", tmp_path / "like")
+    meta = store.load_meta(tmp_path / "like")[1]
+    store.save(tmp_path / "ours", "seven", tensors, meta | {"optimizer": None})
+    out = ["export", str(tmp_path / "ours"), str(tmp_path / "out"), "--format", "megatron"]
+    assert main([*out, "--model", str(tmp_path / "mixed")]) == 2
+    assert "layers of the model differ" in capsys.readouterr().err
+
+
+def _without(entry: Any, how: str) -> None:
+    if how == "lost":
+        entry.chunks.pop()
+    elif how == "twice":
+        entry.chunks[1] = entry.chunks[0]
+    elif how == "outside":
+        entry.chunks[0] = type(entry.chunks[0])(torch.Size([9, 0, 0]), entry.chunks[0].sizes)
+    else:
+        entry.size = None
+
+
+@pytest.mark.parametrize("how", ["lost", "twice", "outside", "none"])
+def test_parts_make_up_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
+    _, out, model = _exported("llama", tmp_path)
+    metadata = pickle.loads((out / ".metadata").read_bytes())
+    for prefix in ("", "optimizer.state.param.", "optimizer.state.fp32_param."):
+        _without(metadata.state_dict_metadata[f"{prefix}decoder.layers.mlp.linear_fc2.weight"], how)
+    _dump(metadata, out / ".metadata")
+    assert main(["import", str(out), str(tmp_path / "in"), "--model", model]) == 2
+    assert ".metadata is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"iteration": "seven"},
+        {"iteration": -1},
+        {"optimizer": None},
+        {"optimizer": {"optimizer": {"param_groups": ["x"]}}},
+        {"optimizer": {"optimizer": {"param_groups": 5}}},
+        {"optimizer": {"optimizer": {"param_groups": [{"lr": "fast"}]}}},
+        {"optimizer": {"optimizer": {"param_groups": [{"lr": 0.1, "step": "x"}]}}},
+    ],
+)
+def test_strange_values_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    _, out, model = _exported("llama", tmp_path)
+    common = torch.load(out / "common.pt", weights_only=False)
+    torch.save({**common, **change}, out / "common.pt")
+    for command in (["import", str(out), str(tmp_path / "in"), "--model", model], ["inspect", str(out)]):
+        assert main(command) == 2
+        assert "common.pt does not say what Megatron-Core writes" in capsys.readouterr().err
+
+
+def test_numbers_may_lie_in_tensors(tmp_path: Path) -> None:
+    _, out, model = _exported("llama", tmp_path)
+    common = torch.load(out / "common.pt", weights_only=False)
+    common["iteration"] = torch.tensor(STEP)
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        group["lr"] = torch.tensor(0.5)
+    torch.save(common, out / "common.pt")
+    assert main(["import", str(out), str(tmp_path / "in"), "--model", model]) == 0
+    back = SourceCheckpoint.open(tmp_path / "in")
+    assert back.meta["global_steps"] == STEP and back.options[0]["lr"] == 0.5
+    assert back.meta["scheduler"] == {"last_batch_iteration": STEP - 1}  # where the run's schedule goes on
+
+
+def test_every_format_is_written_of_it(tmp_path: Path) -> None:
+    tensors, out, model = _exported("qwen2", tmp_path)
+    for stage in range(4):
+        place = tmp_path / f"stage{stage}"
+        kind = ["--format", "deepspeed", "--stage", str(stage), "--ranks", "2" if stage else "1"]
+        assert main(["export", str(out), str(place), *kind, "--model", model]) == 0
+        back = SourceCheckpoint.open(place)
+        assert back.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+        assert back.config["zero_optimization"]["stage"] == stage
+        for name, tensor in tensors.items():
+            assert torch.equal(back.tensor(name).reshape(tensor.shape), tensor), name
+    for kind in ("fp32", "hf"):
+        assert main(["export", str(out), str(tmp_path / kind), "--format", kind, "--model", model]) == 0
+        written = load_file(tmp_path / kind / "model.safetensors")
+        name = "model.layers.1.self_attn.k_proj.weight"
+        assert torch.equal(written[name], tensors[f"model/{name}"])
+
+
+def test_two_programs_in_one_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, model = _exported("llama", tmp_path)
+    ours = str(tmp_path / "ours")
+    assert main(["export", ours, ours, "--format", "megatron", "--model", model]) == 2
+    assert "has checkpoints of another program" in capsys.readouterr().err
+    (out.parent / "latest").write_text("seven")
+    assert main(["import", str(out.parent), str(tmp_path / "in"), "--model", model]) == 2
+    assert "name the checkpoint: --tag" in capsys.readouterr().err
+
+
+def test_what_changes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _save("llama", tmp_path / "like")
+    tag, meta = store.load_meta(tmp_path / "like")
+    tensors = SourceCheckpoint.open(tmp_path / "like")
+    made = {name: tensors.tensor(name) for name in tensors.entries}
+    made["scalar/step/lm_head.weight"] += 1
+    names = [[name for group in meta["optimizer"]["names"] for name in group]]
+    options = [{"lr": 0.1, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.2}]
+    optimizer = {"type": "AdamW", "param_groups": options, "names": names}
+    store.save(
+        tmp_path / "ours", tag, made, meta | {"optimizer": optimizer, "config": {"fp16": {"enabled": True}}}
+    )
+    model = str(write_config("llama", tmp_path))
+    capsys.readouterr()
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "ours"),
+                str(tmp_path / "out"),
+                "--format",
+                "megatron",
+                "--model",
+                model,
+            ]
+        )
+        == 0
+    )
+    told = capsys.readouterr().out
+    for line in (
+        "9 biases and norms decayed in this run",
+        "different numbers of steps",
+        "not written: the loss scale",
+    ):
+        assert line in told
+
+
+def test_a_model_is_named_only_where_it_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _save("llama", tmp_path / "ours")
+    for kind in ("universal", "deepspeed", "fp32"):
+        out = [
+            "export",
+            str(tmp_path / "ours"),
+            str(tmp_path / "out"),
+            "--format",
+            kind,
+            "--model",
+            "default",
+        ]
+        assert main(out) == 2
+        assert "--model belongs to" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> 
         for rank in range(ranks if stage else 0):
             state = _part_of_optimizer(stored, stage, rank, ranks)
             save(
-                {"optimizer_state_dict": state, "ds_config": stored.config, "ds_version": VERSION},
+                {"optimizer_state_dict": state, "ds_config": _config(stored, stage), "ds_version": VERSION},
                 directory / f"{kind}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
             )
     return out / stored.tag
@@ -189,9 +189,18 @@ def _model_state(stored: SourceCheckpoint, stage: int, rank: int, ranks: int) ->
         "global_samples": stored.meta["global_samples"],
         "dp_world_size": ranks,
         "mp_world_size": 1,
-        "ds_config": stored.config,
+        "ds_config": _config(stored, stage),
         "ds_version": VERSION,
         "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
+    }
+
+
+def _config(stored: SourceCheckpoint, stage: int) -> dict[str, Any]:
+    """Return the JSON of the run, at the stage whose files these are."""
+    zero = stored.config.get("zero_optimization")
+    return {
+        **stored.config,
+        "zero_optimization": {**(zero if isinstance(zero, dict) else {}), "stage": stage},
     }
 
 

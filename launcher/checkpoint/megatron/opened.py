@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from launcher.checkpoint.deepspeed.unpickle import StandIn, load_any
-from launcher.checkpoint.names import COMMON_FILE, ITERATION_FILE, is_megatron
+from launcher.checkpoint.names import COMMON_FILE, ITERATION_FILE, LATEST_FILE, METADATA_FILE, is_megatron
 from launcher.checkpoint.reader import read_chunk, read_stored
 from launcher.errors import CheckpointError
 
@@ -29,7 +29,15 @@ MASTERS = ("param", "fp32_param")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
 _BUCKETS = "optimizer.distributed."
 _INERT = r"megatron\.|argparse\.|signal\.|transformer_engine\.|nemo\."
-_SAID = {"optimizer", "iteration", "args", "checkpoint_version", "content_metadata"}
+_CALLED = {"opt_param_scheduler": "the schedule", "rerun_state_machine": "the state of its reruns"}
+_SAID = {
+    "num_floating_point_operations_so_far",
+    "optimizer",
+    "iteration",
+    "args",
+    "checkpoint_version",
+    "content_metadata",
+}
 """Keys of `common.pt` that are read, or say nothing of the run."""
 
 
@@ -56,11 +64,17 @@ class MegatronFiles:
         metadata, common = read_stored(directory), load_any(directory / COMMON_FILE, _INERT)
         if not isinstance(common, dict):
             raise wrong(directory / COMMON_FILE, "is not what Megatron-Core writes")
-        entries = metadata.state_dict_metadata.items()
-        metadata.state_dict_metadata = {
-            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
-        }
-        return cls(directory, metadata, common)
+        try:
+            entries = metadata.state_dict_metadata.items()
+            metadata.state_dict_metadata = {
+                name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+            }
+            _check_chunks(metadata)
+        except (AttributeError, TypeError, ValueError, KeyError) as error:
+            raise wrong(directory / METADATA_FILE, f"is damaged: {error}") from error
+        made = cls(directory, metadata, common)
+        made._check_common()
+        return made
 
     def entry(self, key: str) -> TensorStorageMetadata:
         """Return shape and dtype of a tensor."""
@@ -93,27 +107,60 @@ class MegatronFiles:
     @property
     def iteration(self) -> int:
         """Return how many steps were made."""
-        said = self.common.get("iteration")
-        return said if isinstance(said, int) else 0
+        return int(self.common["iteration"])
 
     @property
     def options(self) -> list[dict[str, Any]]:
         """Return the param groups. A model with experts may have two optimizers, each with its own."""
-        said = self.common.get("optimizer")
-        several = said.values() if isinstance(said, dict) and 0 in said else [said]
-        inner = [one.get("optimizer", one) for one in several if isinstance(one, dict)]
-        return [dict(group) for one in inner for group in one.get("param_groups") or ()]
+        inner = [one.get("optimizer", one) for one in self._optimizers]
+        groups = [group for one in inner for group in one.get("param_groups") or ()]
+        return [{key: _number(value) for key, value in group.items()} for group in groups]
 
     @property
     def steps(self) -> float | None:
         """Return how many steps the optimizer has made."""
         found = [group["step"] for group in self.options if "step" in group]
-        found += [one["common_step"] for one in _dicts(self.common.get("optimizer")) if "common_step" in one]
-        return max(map(float, found), default=None)
+        for one in self._optimizers:
+            states = [inner.get("state") for inner in (one, one.get("optimizer", {}))]
+            found += [
+                state["common_step"] for state in states if isinstance(state, dict) and "common_step" in state
+            ]
+        return max((float(_number(step)) for step in found), default=None)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Return the loss scale of a run in fp16."""
+        scalers = [one["grad_scaler"] for one in self._optimizers if isinstance(one.get("grad_scaler"), dict)]
+        return next((float(_number(scaler["scale"])) for scaler in scalers if "scale" in scaler), None)
+
+    @property
+    def _optimizers(self) -> list[dict[str, Any]]:
+        said = self.common.get("optimizer")
+        several = said.values() if isinstance(said, dict) and 0 in said else [said]
+        return [one for one in several if isinstance(one, dict)]
+
+    def _check_common(self) -> None:
+        """Check what `common.pt` says of the run, before anything is taken from it.
+
+        Raises:
+            CheckpointError: a value is missing, or of another type.
+        """
+        path = self.directory / COMMON_FILE
+        try:
+            self.common["iteration"] = int(_number(self.common["iteration"]))
+            if self.iteration < 0:
+                raise ValueError(f"the iteration is {self.iteration}")
+            rates = [isinstance(group.get("lr"), int | float) for group in self.options]
+            if not all(rates) or (self.states and not rates):
+                raise ValueError("the optimizer has no param groups with learning rates")
+            _ = self.steps, self.loss_scale
+        except (AttributeError, TypeError, ValueError, KeyError, RecursionError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise wrong(path, f"does not say what Megatron-Core writes: {what}") from error
 
     def unread(self) -> list[str]:
         """Return what launcher does not take from it."""
-        left = sorted(str(key) for key in self.common if key not in _SAID)
+        left = sorted(_CALLED.get(key, str(key)) for key in self.common if key not in _SAID)
         if any(key.startswith(_BUCKETS) for key in self.tensors.state_dict_metadata):
             why = "it lies in buckets; save with --dist-ckpt-optim-fully-reshardable to take it along"
             left.insert(0, f"the state of the distributed optimizer ({why})")
@@ -127,9 +174,8 @@ class MegatronFiles:
         """
         places = self.tensors.storage_data.items()
         common = self.directory / COMMON_FILE
-        with zipfile.ZipFile(common) as archive:
-            if archive.testzip():
-                raise wrong(common, "is damaged: it is not what was written")
+        if zipfile.is_zipfile(common) and zipfile.ZipFile(common).testzip():
+            raise wrong(common, "is damaged: it is not what was written")
         for _, info in places:
             path = self.directory / info.relative_path
             if not path.is_file() or path.stat().st_size < info.offset + info.length:
@@ -156,10 +202,16 @@ def directory_of(given: Path, tag: str | None) -> Path | None:
     if is_megatron(given) and tag in (None, given.resolve().name):
         return given
     if tag is not None:
-        return given / tag if is_megatron(given / tag) else None
+        return given / tag if Path(tag).name == tag and is_megatron(given / tag) else None
     file = given / ITERATION_FILE
     if not file.is_file():
         return None
+    if (given / LATEST_FILE).exists():
+        raise CheckpointError(
+            f"{given} has checkpoints of Megatron-Core and others: {ITERATION_FILE} and {LATEST_FILE} are both there.",
+            where=str(given),
+            fix="name the checkpoint: --tag",
+        )
     said = file.read_text(errors="replace").strip()[:40]
     path = given / (f"iter_{int(said):07d}" if said.isdecimal() else said)
     if path.parent != given or not is_megatron(path):
@@ -178,9 +230,23 @@ def wrong(path: Path, what: str) -> CheckpointError:
     )
 
 
-def _dicts(value: Any) -> Iterable[dict[str, Any]]:
-    """Yield all dicts in a value, itself too."""
-    if isinstance(value, dict):
-        yield value
-        for inner in value.values():
-            yield from _dicts(inner)
+def _number(value: Any) -> Any:
+    """Return a number that may be in a tensor; other values as they are."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _check_chunks(metadata: Metadata) -> None:
+    """Check that every chunk lies inside its tensor, and somewhere in the files.
+
+    Raises:
+        ValueError, AttributeError, TypeError: it does not.
+    """
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        size = tuple(entry.size)
+        for chunk in entry.chunks:
+            box = list(zip(chunk.offsets, chunk.sizes, size, strict=True))
+            if any(at < 0 or count < 0 or at + count > whole for at, count, whole in box):
+                raise ValueError(f"a part of {name} lies outside of its shape {list(size)}")
+            if MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+                raise ValueError(f"it does not say where a part of {name} is")

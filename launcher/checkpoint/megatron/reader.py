@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from launcher.checkpoint.deepspeed.meta import OPTIONS, types_of
+from launcher.checkpoint.hub_model import ties_of
 from launcher.checkpoint.megatron.names import MegatronTensor, tensors_of
-from launcher.checkpoint.megatron.opened import MASTERS, WRITER, MegatronFiles
-from launcher.checkpoint.names import COMMON_FILE
-from launcher.checkpoint.reader import SafeReader, TensorLoadPlanner, quietly
+from launcher.checkpoint.megatron.opened import MASTERS, WRITER, MegatronFiles, wrong
+from launcher.checkpoint.names import COMMON_FILE, METADATA_FILE
+from launcher.checkpoint.reader import SafeReader, TensorLoadPlanner, common_volume, quietly
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.source import STEP, SourceCheckpoint
 from launcher.errors import CheckpointError
@@ -39,14 +40,13 @@ def open_megatron(directory: Path, model: str) -> SourceCheckpoint:
     """
     made = build_on_meta(load_config(model))
     files, tensors = MegatronFiles.open(directory), tensors_of(made)
-    _check_heads(files, made.config)
+    _check_run(files, made.config)
     reader = _Reader(files, tensors)
     files.check_bytes()
     if left := files.unread():
-        logger.warning("of %s this is not read: %s", directory, ", ".join(left))
-    return SourceCheckpoint(
-        directory, directory.resolve().name, _meta(files, tensors), reader.entries, reader.read
-    )
+        logger.warning("not read of %s: %s", directory, ", ".join(left))
+    meta = _meta(files, reader.entries, tensors, ties_of(made))
+    return SourceCheckpoint(directory, directory.resolve().name, meta, reader.entries, reader.read)
 
 
 class _Reader:
@@ -59,6 +59,7 @@ class _Reader:
     def __init__(self, files: MegatronFiles, tensors: list[MegatronTensor]) -> None:
         self._files, self._tensors = files, tensors
         self._layers = 1 + max((t.layer for t in tensors if t.layer is not None), default=-1)
+        self._by_layer: dict[str, dict[int | None, list[Any]]] = {}
         self._of = {name: tensor for tensor in tensors for name in tensor.shapes}
         self._check()
         self.entries = self._entries()
@@ -67,7 +68,6 @@ class _Reader:
     def read(self, tensors: Mapping[str, Tensor | FlatSlice]) -> None:
         """Fill whole tensors by launcher's names."""
         for name, tensor in tensors.items():
-            assert isinstance(tensor, Tensor) and not isinstance(tensor, FlatSlice)
             if name.startswith(STEP):
                 tensor.fill_(self._files.steps or 0.0)
                 continue
@@ -75,7 +75,11 @@ class _Reader:
             of = self._of[parameter]
             key = self._weights(of) if kind == "model" else self._key(kind, of)
             assert key is not None
-            tensor.copy_(self._parts(key, of)[parameter])
+            whole = self._parts(key, of)[parameter]
+            if isinstance(tensor, FlatSlice):
+                tensor.data_1d.copy_(whole.reshape(-1)[tensor.start : tensor.stop])
+            else:
+                tensor.copy_(whole)
 
     def _keys(self, kind: str, tensor: MegatronTensor) -> list[str]:
         """Return the keys of a tensor, or of its state, under all of its names."""
@@ -84,8 +88,40 @@ class _Reader:
         return [keys[name] for name in names if name in keys]
 
     def _key(self, kind: str, tensor: MegatronTensor) -> str | None:
-        """Return the key that counts; None: there is none."""
-        return next(iter(self._keys(kind, tensor)), None)
+        """Return the key that counts; None: there is none that has the tensor. What is frozen has no states, and its
+        layer is missing in theirs."""
+        return next((key for key in self._keys(kind, tensor) if self._has(key, tensor)), None)
+
+    def _has(self, key: str, tensor: MegatronTensor) -> bool:
+        """Return whether the stored parts are all of a tensor; they must not be some of it."""
+        sizes, at = (1, *tensor.shape), (tensor.layer or 0, *[0] * len(tensor.shape))
+        if not self._is_stacked(key, tensor):
+            sizes, at = sizes[1:], at[1:]
+        chunks = self._chunks(key).get(at[0] if self._is_stacked(key, tensor) else None, ())
+        found = sum(common_volume(torch.Size(at), torch.Size(sizes), c.offsets, c.sizes) for c in chunks)
+        twice = any(
+            common_volume(one.offsets, one.sizes, other.offsets, other.sizes)
+            for number, one in enumerate(chunks)
+            for other in chunks[:number]
+        )
+        if twice or found not in (0, math.prod(sizes)):
+            raise wrong(
+                self._files.directory / METADATA_FILE,
+                f"is damaged: the parts of {tensor.key(key, stacked=False)} do not make up the whole",
+            )
+        return found > 0
+
+    def _chunks(self, key: str) -> dict[int | None, list[Any]]:
+        """Return layer -> the stored parts of a tensor; None: all of them."""
+        if key not in self._by_layer:
+            found: dict[int | None, list[Any]] = {None: list(self._files.entry(key).chunks)}
+            for chunk in self._files.entry(key).chunks:
+                for layer in (
+                    range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) if chunk.offsets else ()
+                ):
+                    found.setdefault(layer, []).append(chunk)
+            self._by_layer[key] = found
+        return self._by_layer[key]
 
     def _weights(self, tensor: MegatronTensor) -> str | None:
         """Return the key of the weights: in fp32, where they are there in fp32."""
@@ -100,7 +136,12 @@ class _Reader:
         found: dict[str, TensorStorageMetadata] = {}
         for tensor in self._tensors:
             keys = {"model": self._weights(tensor)}
-            keys |= {f"optimizer/{state}": self._key(state, tensor) for state in self._files.states}
+            states = {state: self._key(state, tensor) for state in self._files.states}
+            lacking = [state for state, key in states.items() if key is None]
+            if lacking and len(lacking) < len(states):
+                what = f"{tensor.key(tensor.names[0], stacked=False)} has no {', '.join(lacking)}"
+                raise wrong(self._files.directory / METADATA_FILE, f"is damaged: {what}")
+            keys |= {f"optimizer/{state}": key for state, key in states.items()}
             for kind, key in keys.items():
                 if key is not None:
                     dtype = self._files.entry(key).properties.dtype
@@ -136,7 +177,7 @@ class _Reader:
         problems, used = list[str](), set[str]()
         for tensor in self._tensors:
             name = tensor.key(tensor.names[0], stacked=False)
-            if self._key("model", tensor) is None:
+            if not self._keys("model", tensor):
                 problems.append(f"{name} is not there")
             for kind in self._files.keys:
                 for key in self._keys(kind, tensor):
@@ -151,6 +192,10 @@ class _Reader:
                 where=str(self._files.directory),
                 fix="name the model that was trained",
             )
+        for tensor in self._tensors:
+            if self._key("model", tensor) is None:
+                what = f"is damaged: {tensor.key(tensor.names[0], stacked=False)} is nowhere in the files"
+                raise wrong(self._files.directory / METADATA_FILE, what)
 
     def _odd_shape(self, name: str, key: str, tensor: MegatronTensor) -> list[str]:
         size, wanted = tuple(self._files.entry(key).size), tensor.shape
@@ -161,39 +206,66 @@ class _Reader:
         return [] if size == wanted or padded else [f"{name} has the shape {list(size)}, not {list(wanted)}"]
 
 
-def _check_heads(files: MegatronFiles, config: Any) -> None:
-    """Check that the model has the heads of the run. The rows of q, k and v lie by them, and with others they would be
-    mixed up without a word."""
+def _check_run(files: MegatronFiles, config: Any) -> None:
+    """Check that the model has the heads and the arithmetic of the run, as far as its arguments say them. The rows of
+    q, k and v lie by heads, and with others they would be mixed up without a word."""
     heads = int(config.num_attention_heads)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    theirs = files.args.get("num_attention_heads", heads)
-    theirs_groups = files.args.get("num_query_groups") if files.args.get("group_query_attention") else theirs
-    if files.args and (theirs, theirs_groups) != (heads, groups):
+    rotary = getattr(config, "rope_parameters", None) or {}
+    mine = {
+        "num_attention_heads": heads,
+        "num_query_groups": groups if files.args.get("group_query_attention") else None,
+        "kv_channels": getattr(config, "head_dim", None) or int(config.hidden_size) // heads,
+        "swiglu": config.model_type != "gpt2",
+        "norm_epsilon": getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None),
+        "rotary_base": rotary.get("rope_theta"),
+        "apply_layernorm_1p": False,
+        "rotary_interleaved": False,
+    }
+    said = {key: files.args.get(key) for key in mine}
+    if not files.args.get("group_query_attention") and files.args and groups != heads:
+        said["num_query_groups"], mine["num_query_groups"] = said["num_attention_heads"], groups
+    other = [
+        f"{key} {theirs}, not {mine[key]}"
+        for key, theirs in said.items()
+        if theirs is not None and mine[key] is not None and float(theirs) != float(mine[key])
+    ]
+    if other:
         raise CheckpointError(
-            f"{files.directory} is of a model with {theirs} heads and {theirs_groups} of keys and values; the model "
-            f"named has {heads} and {groups}.",
+            f"{files.directory} is of another model than the one named: its run had {'; '.join(other)}.",
             where=str(files.directory / COMMON_FILE),
-            fix="name the model that was trained",
+            fix="name the model that was trained, with a config.json that says the same",
         )
 
 
-def _meta(files: MegatronFiles, tensors: list[MegatronTensor]) -> dict[str, Any]:
+def _meta(
+    files: MegatronFiles, entries: Mapping[str, Any], tensors: list[MegatronTensor], ties: dict[str, str]
+) -> dict[str, Any]:
     """Return the meta, as launcher's own has it."""
+    trained = {name.split("/", 2)[2] for name in entries if name.startswith("optimizer/")}
+    groups = [[name for name in group if name in trained] for group in _groups(files.options, tensors)]
+    batch, micro = (files.args.get(key) for key in ("global_batch_size", "micro_batch_size"))
     options, states = files.options, frozenset(files.states)
     kinds = {files.entry(key).properties.dtype for key in files.keys["model"].values()}
-    config = {key: {"enabled": True} for key, dtype in _IN_16_BITS.items() if dtype in kinds}
+    config: dict[str, Any] = {key: {"enabled": True} for key, dtype in _IN_16_BITS.items() if dtype in kinds}
+    if isinstance(batch, int) and isinstance(micro, int):
+        config |= {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro}
+    scale = files.loss_scale
+    loss_scale = {"dynamic": scale is not None, "scale": scale or 1.0, "tolerance": 1, "step": 0}
+    loss_scale["last_overflow"] = -1
     optimizer = {
         "type": types_of(states, {}),
         "param_groups": [{key: group[key] for key in OPTIONS if key in group} for group in options],
-        "names": _groups(options, tensors),
+        "names": groups,
     }
     return {
         "global_steps": files.iteration, "global_samples": int(files.args.get("consumed_train_samples") or 0),
-        "micro_steps": files.iteration, "skipped_steps": 0,
-        "loss_scale": {"dynamic": False, "scale": 1.0, "tolerance": 1, "step": 0, "last_overflow": -1},
-        "scheduler": None, "optimizer": optimizer if options and states else None,
+        "micro_steps": files.iteration, "skipped_steps": 0, "loss_scale": loss_scale,
+        # The place in the schedule; the schedule is the run's.
+        "scheduler": {"last_batch_iteration": files.iteration - 1} if files.iteration else None,
+        "optimizer": optimizer if files.options and states else None,
         "world_size": int(files.args.get("data_parallel_size") or 1), "writer": WRITER, "config": config, "model": None,
-        "tied": {}, "client_state": {},
+        "tied": ties, "client_state": {},
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import pickle
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from launcher.checkpoint.deepspeed.write import new_directory
 from launcher.checkpoint.megatron.names import LAYERS, MegatronTensor, tensors_of
-from launcher.checkpoint.names import BACKEND_FILE, COMMON_FILE, ITERATION_FILE, METADATA_FILE
+from launcher.checkpoint.names import BACKEND_FILE, COMMON_FILE, ITERATION_FILE, LATEST_FILE, METADATA_FILE
 from launcher.checkpoint.source import SourceCheckpoint
+from launcher.checkpoint.tags import write_durably
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta, load_config
 
@@ -60,6 +61,12 @@ def write_megatron(stored: SourceCheckpoint, model: str, out: Path) -> Path:
     tensors = tensors_of(made)
     _check(stored, tensors)
     step = int(stored.meta["global_steps"])
+    if (out / LATEST_FILE).exists() or (out / ITERATION_FILE).is_dir():
+        raise CheckpointError(
+            f"{out} has checkpoints of another program.",
+            where=str(out),
+            fix="name another directory to write into",
+        )
     with new_directory(out, f"iter_{step:07d}") as directory:
         writer = _Writer(directory / FILE, stored, made.config)
         with (directory / FILE).open("wb") as file:
@@ -73,7 +80,7 @@ def write_megatron(stored: SourceCheckpoint, model: str, out: Path) -> Path:
         backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         backends |= {"common_backend": "torch", "common_backend_version": 1}
         (directory / BACKEND_FILE).write_text(json.dumps(backends))
-    (out / ITERATION_FILE).write_text(str(step))
+    write_durably(out / ITERATION_FILE, str(step))
     return out / f"iter_{step:07d}"
 
 
@@ -155,7 +162,7 @@ def _common(stored: SourceCheckpoint, step: int, config: Any) -> dict[str, Any]:
     """Return what is alike on all ranks."""
     samples = int(stored.meta["global_samples"])
     common: dict[str, Any] = {"iteration": step, "checkpoint_version": 3.0}
-    common["args"] = _arguments(config, samples)
+    common["args"] = _arguments(config, samples, stored.config)
     if not stored.options:
         return common
     count = max(stored.steps.values(), default=0.0)
@@ -176,7 +183,7 @@ def _common(stored: SourceCheckpoint, step: int, config: Any) -> dict[str, Any]:
     return common
 
 
-def _arguments(config: Any, samples: int) -> Namespace:
+def _arguments(config: Any, samples: int, run: Mapping[str, Any]) -> Namespace:
     """Return those arguments of a run that Megatron-LM compares with its own, and the place in its data."""
     heads = int(config.num_attention_heads)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -194,6 +201,8 @@ def _arguments(config: Any, samples: int) -> Namespace:
         no_save_optim=False,
         consumed_train_samples=samples,
         consumed_valid_samples=0,
+        global_batch_size=run.get("train_batch_size"),
+        micro_batch_size=run.get("train_micro_batch_size_per_gpu"),
     )
 
 
@@ -204,7 +213,11 @@ def _decay(stored: SourceCheckpoint) -> float:
 def _groups(stored: SourceCheckpoint, count: float) -> list[dict[str, Any]]:
     """Return Megatron's param groups, which it finds by these keys."""
     first = stored.options[0]
-    rate, betas, eps = float(first["lr"]), tuple(first.get("betas", (0.9, 0.999))), first.get("eps", 1e-8)
+    rate, betas, eps = (
+        float(first.get("lr", 0.0)),
+        tuple(first.get("betas", (0.9, 0.999))),
+        first.get("eps", 1e-8),
+    )
     common = {
         "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True,
         "max_lr": rate, "min_lr": None, "lr": rate, "betas": betas, "eps": eps, "step": count,
@@ -232,6 +245,7 @@ def _check(stored: SourceCheckpoint, tensors: list[MegatronTensor]) -> None:
             where=str(stored.path),
             fix="name the model that was trained",
         )
+    _check_layers(stored, tensors)
     adam = {"optimizer/exp_avg", "optimizer/exp_avg_sq"}
     if set(stored.states) not in (set(), adam):
         raise CheckpointError(
@@ -242,11 +256,48 @@ def _check(stored: SourceCheckpoint, tensors: list[MegatronTensor]) -> None:
         )
 
 
+def _check_layers(stored: SourceCheckpoint, tensors: list[MegatronTensor]) -> None:
+    """Check that all layers are alike, and that what Megatron has as one tensor is trained or frozen as a whole."""
+    by_layer: dict[int | None, set[tuple[str, ...]]] = {}
+    for tensor in tensors:
+        by_layer.setdefault(tensor.layer, set()).add(tensor.names)
+        trained = [f"{state}/{name}" in stored.entries for state in stored.states for name in tensor.shapes]
+        if any(trained) and not all(trained):
+            raise CheckpointError(
+                f"Some of {', '.join(tensor.shapes)} are frozen and some are trained; Megatron has one tensor of them.",
+                where=str(stored.path),
+                fix="write the weights alone: --format hf",
+            )
+    if len({frozenset(names) for layer, names in by_layer.items() if layer is not None}) > 1:
+        raise CheckpointError(
+            "The layers of the model differ (some have experts), and only models whose layers are alike are written.",
+            where=str(stored.path),
+            fix="write the weights alone: --format hf",
+        )
+
+
 def not_written(stored: SourceCheckpoint) -> Iterator[str]:
     """Yield what Megatron's files do not take along."""
     if stored.options:
         yield "not written: the schedule; start Megatron-LM with --override-opt_param-scheduler and yours"
     yield "not written: random states"
+    if stored.config.get("fp16"):
+        yield "not written: the loss scale"
+    if stored.options and not stored.states:
+        yield "not written: the optimizer, which is not Adam or has made no step"
+    vectors = [
+        name
+        for options, names in zip(stored.options, stored.groups, strict=True)
+        for name in names
+        if options.get("weight_decay") and len(stored.shapes[name]) < 2
+    ]
+    if vectors:
+        yield f"changed: {len(vectors)} biases and norms decayed in this run; Megatron-Core leaves them out"
+    if len(set(stored.steps.values())) > 1:
+        yield "changed: parameters made different numbers of steps; Megatron has one count, and gets the largest"
+    more = [{key: options.get(key) for key in ("betas", "eps")} for options in stored.options]
+    if any(one != more[0] for one in more):
+        yield "changed: Megatron has one pair of betas and one eps, and gets those of the first group"
     rates = {float(options["lr"]) for options in stored.options if "lr" in options}
     decays = {float(options.get("weight_decay", 0.0)) for options in stored.options} - {0.0}
     if len(rates) > 1 or len(decays) > 1:
