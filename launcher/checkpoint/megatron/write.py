@@ -281,7 +281,7 @@ def not_written(stored: SourceCheckpoint) -> Iterator[str]:
     if stored.options:
         yield "not written: the schedule; start Megatron-LM with --override-opt_param-scheduler and yours"
     yield "not written: random states"
-    if stored.config.get("fp16"):
+    if stored.dtype == torch.float16:
         yield "not written: the loss scale"
     if stored.options and not stored.states:
         yield "not written: the optimizer, which is not Adam or has made no step"
