@@ -288,6 +288,10 @@ class Training:
         for line in self.identity.changes(was, place):
             self.run.say(f"WARNING {line}")
         self.run.say(f"resumed from {path} at step {self.engine.global_steps}")
+        if self.engine.global_steps >= self.total_steps:
+            self.run.say(
+                f"WARNING the run has {self.total_steps} steps in all, and they are made: nothing is trained"
+            )
 
     def _check_tokenizer(self, resuming: Resuming) -> None:
         was, now = resuming.client_state.get("tokenizer"), self._tokenizer()

@@ -176,11 +176,17 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
                     "%s: there is no file `%s` in it, so no checkpoint is loaded", path, tags.LATEST_FILE
                 )
             return None
-        known = list_tags(path)
+        known, below = (
+            list_tags(path),
+            sorted(file.parent.name for file in path.glob(f"*/{tags.LATEST_FILE}")),
+        )
+        fix = (
+            f"name one of the directories in it: {', '.join(below[-5:])}" if below else "check the directory"
+        )
         raise CheckpointError(
             f"{path} does not say which checkpoint is the latest: there is no file {tags.LATEST_FILE!r}.",
             where=str(path),
-            fix=f"name the tag: {', '.join(known[-5:])}" if known else "check the directory",
+            fix=f"name the tag: {', '.join(known[-5:])}" if known else fix,
         )
     where = tags.tag_path(path, chosen)
     if (meta := formats.foreign_meta(where)) is not None:

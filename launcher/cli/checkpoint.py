@@ -284,4 +284,10 @@ def _chosen(flags: Any) -> tuple[Path, str | None]:
         return given.parent, given.name
     if not has_latest(given) and has_latest(given / CHECKPOINTS):  # a run's output directory
         return given / CHECKPOINTS, flags.tag
+    below = [*given.glob("*/latest"), *given.glob("*/meta.json")]
+    if not has_latest(given) and not below and any(given.glob("*.safetensors")):
+        raise ConfigError(
+            f"{given} has the weights of a model, and is no checkpoint",
+            fix=f"start from it with --model {given}",
+        )
     return given, flags.tag

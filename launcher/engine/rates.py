@@ -67,11 +67,11 @@ def tell_options(engine: Engine, meta: Mapping[str, Any]) -> None:
         for key in sorted(keys & group.keys() & saved[number].keys()):
             was, now = _plain(saved[number][key]), _plain(group[key])
             if was != now:
-                told[f"{key} {was}, not {now}"] = None
+                told[f"{key} {was} in place of {now}"] = None
     if told:
         logger.warning(
-            "the optimizer has the options of the checkpoint: %s. To change them, write to "
-            "engine.optimizer.param_groups after loading",
+            "the optimizer has the options of the checkpoint: %s. A script changes them by writing to "
+            "engine.optimizer.param_groups after the load",
             "; ".join(told),
         )
 

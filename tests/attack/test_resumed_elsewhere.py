@@ -274,5 +274,5 @@ def options(ctx: RankContext, directory: Path, save: bool) -> list[str]:
 def test_options_that_the_checkpoint_changes_are_told(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(options, 1, tmp_path, True)
     changed, order = pool.run(options, 1, tmp_path, False)[0]
-    assert "options of the checkpoint: weight_decay 0.1, not 0.5." in changed
+    assert "options of the checkpoint: weight_decay 0.1 in place of 0.5." in changed
     assert "the param groups are others than in the checkpoint" in order

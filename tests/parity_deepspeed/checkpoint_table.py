@@ -19,14 +19,17 @@ PAGE = ROOT / "docs" / "checkpoints.md"
 PLACE = "LAUNCHER_CHECKPOINT_TABLE"
 """Variable: the directory that the tests write their rows into."""
 TESTS = ("test_checkpoints.py", "test_split_checkpoints.py", "test_exports.py")
-_INTRODUCTION = """# Checkpoints of DeepSpeed, cell by cell
+_INTRODUCTION = """# Checkpoints exchanged with DeepSpeed: what was tested
+
+How to go on with a checkpoint is described in [Coming from
+DeepSpeed](migration.md#checkpoints). This page lists the tests.
 
 A run of the real DeepSpeed 0.19.8 makes {before} steps, saves, and makes {after} more. launcher loads what it saved,
 on the same and on other numbers of ranks and at other ZeRO stages, and makes the same {after} steps. Weights are the
-same to the bit wherever a program of DeepSpeed's reads them back (it reads no experts), and so are the
-moments of stage 3. The table has the largest relative difference of a loss, over all ranks and all ways to go
-on. "2 at +1" is two ranks at the next stage. In the last rows it is the other way round: launcher saves and exports,
-and DeepSpeed goes on. The page has {cells} cells, and is written by
+same to the bit wherever a program of DeepSpeed's reads them back (it reads no experts), and so are the moments of
+stage 3; those of other stages are compared by the steps that follow. The last column has the largest relative
+difference of a loss, over all ranks and continuations. "2 at +1" means two ranks, at the next stage; after stage 3
+comes stage 0. In the last rows launcher saves and exports, and DeepSpeed goes on. The {cells} rows are written by
 `python -m tests.parity_deepspeed.checkpoint_table`, which runs them.
 
 | what | written | on ranks | goes on | largest difference |
