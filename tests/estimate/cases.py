@@ -80,7 +80,7 @@ CHOSEN = {
     "3, all offloaded",
     "3, ring",
 }
-CHOSEN |= {"2, bf16, stages", "3, bf16, half on the host"}
+CHOSEN |= {"2, bf16, stages", "3, bf16, half on the host", "2, bf16 everywhere"}
 """Those with nearly everything between them; the others are left to `make test-all`."""
 
 
