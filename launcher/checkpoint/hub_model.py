@@ -39,7 +39,7 @@ def write_model(
     made: Any = build_on_meta(load_config(model))
     adopt_generation(made)
     ties = ties_of(made)
-    _check(stored, made, model, ties)
+    check_model(stored, made, model)
     layout, entries = HubLayout(made), list[ExportEntry]()
     for name, shape in stored.shapes.items():
         if name in ties:
@@ -63,7 +63,16 @@ def ties_of(model: Any) -> dict[str, str]:
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
-def _check(stored: SourceCheckpoint, model: Any, named: str, ties: dict[str, str]) -> None:
+def check_model(stored: SourceCheckpoint, model: Any, named: str) -> None:
+    """Check that a checkpoint is of a model.
+
+    Args:
+        named: how `--model` named it.
+
+    Raises:
+        CheckpointError: parameters are missing or left over, have other shapes, or were not tied.
+    """
+    ties = ties_of(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     problems = [
         *(f"{name} is not there" for name in shapes if name not in stored.shapes),

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from launcher.checkpoint.deepspeed.write import new_directory
+from launcher.checkpoint.hub_model import check_model
 from launcher.checkpoint.megatron.common import common_of
 from launcher.checkpoint.megatron.names import LAYERS, MegatronTensor, tensors_of
 from launcher.checkpoint.names import BACKEND_FILE, COMMON_FILE, ITERATION_FILE, LATEST_FILE, METADATA_FILE
@@ -59,7 +60,9 @@ def write_megatron(stored: SourceCheckpoint, model: str, out: Path) -> Path:
     """
     made = build_on_meta(load_config(model))
     tensors = tensors_of(made)
-    _check(stored, tensors)
+    check_model(stored, made, model)
+    _check_layers(stored, tensors)
+    _check_optimizer(stored)
     step = int(stored.meta["global_steps"])
     if (out / LATEST_FILE).exists() or (out / ITERATION_FILE).is_dir():
         raise CheckpointError(
@@ -158,27 +161,8 @@ class _Writer:
         self.metadata.storage_data[MetadataIndex(key, offsets)] = place
 
 
-def _check(stored: SourceCheckpoint, tensors: list[MegatronTensor]) -> None:
-    """Check that the checkpoint is of the model, and that its optimizer is one of Megatron's."""
-    shapes = {name: shape for tensor in tensors for name, shape in tensor.shapes.items()}
-    further = {*stored.tied, *shapes}
-    problems = [
-        *(f"{name} is not there" for name in shapes if name not in stored.shapes),
-        *(f"{name} is none of the model's" for name in stored.shapes if name not in further),
-        *(
-            f"{name} has the shape {list(stored.shapes[name])}, not {list(shape)}"
-            for name, shape in shapes.items()
-            if stored.shapes.get(name, shape) != shape
-        ),
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{stored.path} is not a checkpoint of such a model: {'; '.join(problems[:4])}"
-            f"{'; ...' if len(problems) > 4 else ''}.",
-            where=str(stored.path),
-            fix="name the model that was trained",
-        )
-    _check_layers(stored, tensors)
+def _check_optimizer(stored: SourceCheckpoint) -> None:
+    """Check that the optimizer is one of Megatron's."""
     adam = {"optimizer/exp_avg", "optimizer/exp_avg_sq"}
     if set(stored.states) not in (set(), adam):
         raise CheckpointError(
