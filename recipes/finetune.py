@@ -9,7 +9,8 @@ from __future__ import annotations
 import launcher
 from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import training_parser
-from launcher.data import load_sft, load_tokenizer, prompt_tokens
+from launcher.data.sft import load_sft, prompt_tokens
+from launcher.data.tokenizer import load_tokenizer
 from launcher.engine.generating import continuation
 from launcher.engine.weights import model_with_source, weights_directory
 from launcher.errors import ConfigError

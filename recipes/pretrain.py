@@ -8,7 +8,9 @@ from __future__ import annotations
 import launcher
 from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import training_parser
-from launcher.data import load_text, load_tokenizer, pack, train_tokenizer
+from launcher.data.pack import pack
+from launcher.data.text import load_text
+from launcher.data.tokenizer import load_tokenizer, train_tokenizer
 from launcher.engine.weights import model_with_source
 from launcher.models.build import EMBEDDED, load_config
 from launcher.models.packaged import unpacked

@@ -71,10 +71,10 @@ class SourceCheckpoint:
         tag, meta = store.load_meta(directory, tag)
         path = tags.tag_path(directory, tag)
         formats.check_bytes(path, 0, 1)
-        entries = read_metadata(path).state_dict_metadata.items()
+        metadata = read_metadata(path)
+        entries = metadata.state_dict_metadata.items()
         kept = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-        how: dict[str, Any] = {"strict": False, "compared": True, "local": True, "stay_open": True}
-        read = partial(store.load, directory, tag, **how)
+        read = partial(store.read_on, path, metadata)
         return cls(path, tag, {key: decode(value) for key, value in meta.items()}, kept, read)
 
     def load(self, tensors: Mapping[str, Tensor | FlatSlice]) -> None:

@@ -37,7 +37,7 @@ from launcher.checkpoint.tags import latest_tag, list_tags, prune
 from launcher.checkpoint.writer import CheckpointWriter
 from launcher.errors import CheckpointError
 
-__all__ = ["find", "has_latest", "latest_tag", "list_tags", "load", "load_meta", "peek", "prune", "save"]
+__all__ = ["find", "has_latest", "latest_tag", "list_tags", "load", "load_meta", "peek", "prune", "read_on", "save"]
 
 logger = logging.getLogger("launcher")
 
@@ -227,7 +227,6 @@ def load(
     node: dist.ProcessGroup | None = None,
     compared: bool = False,
     local: bool = False,
-    stay_open: bool = False,
 ) -> None:
     """Read the checkpoint DIRECTORY/TAG into `tensors`, in place. Collective over `group`, unless `local`.
 
@@ -239,7 +238,6 @@ def load(
         node: the ranks of this node, when `directory` is another one on each node.
         compared: `find` has just compared its bytes with their checksums.
         local: this process alone reads, whatever groups there are.
-        stay_open: keep DeepSpeed's files open: more is read from them, one load after the other.
 
     Raises:
         CheckpointError: on every rank: names are missing, shapes differ, or a file is corrupted.
@@ -247,21 +245,34 @@ def load(
     path = Path(directory)
     ranks = CollectiveErrors(group, node, alone=local)
 
-    def prepare() -> tuple[Path, Metadata]:
-        where = tags.tag_path(path, tag)
+    where = tags.tag_path(path, tag)
+
+    def prepare() -> Metadata:
         metadata = read_metadata(where)
         check_fit(where, metadata, tensors, strict)
-        return where, metadata
+        return metadata
 
     if not compared:
         ranks.together(lambda: _look(path, tag, False, tell=ranks.rank == 0))
         _check_bytes(path, tag, ranks)
-    where, metadata = ranks.together(prepare)
+    metadata = ranks.together(prepare)
     try:
         _read(where, metadata, tensors, ranks, strict)
     finally:
-        if not stay_open:
-            formats.close(where)
+        formats.close(where)
+
+
+def read_on(where: Path, metadata: Metadata, tensors: TensorMap) -> None:
+    """Fill tensors from a checkpoint whose metadata was read and whose bytes were compared, in this process alone.
+
+    It may be called for one tensor after the other: `.metadata` is not read again, and DeepSpeed's files stay open.
+    Tensors that the checkpoint does not have stay as they are.
+
+    Raises:
+        CheckpointError: shapes differ, or a file is corrupted.
+    """
+    check_fit(where, metadata, tensors, strict=False)
+    _read(where, metadata, tensors, CollectiveErrors(None, alone=True), strict=False)
 
 
 def _read(where: Path, metadata: Metadata, tensors: TensorMap, ranks: CollectiveErrors, strict: bool) -> None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Size
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
 from launcher.checkpoint import store
 from launcher.checkpoint.names import META_FILE
 from launcher.checkpoint.ranks import CollectiveErrors
-from launcher.checkpoint.reader import read_metadata
+from launcher.checkpoint.reader import read_metadata, shapes_of
 from launcher.engine.whole import of_stages, tied_names
 from launcher.errors import CheckpointError
 from launcher.models.names import persistent_buffers
@@ -74,13 +74,14 @@ def look(
         _check_meta(path, meta)
         if scheduler:
             _check_schedule(engine, path, meta["scheduler"])
-        entries = read_metadata(path).state_dict_metadata.items()
+        metadata = read_metadata(path)
+        entries = metadata.state_dict_metadata.items()
         stored = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         if strict:
             _check_names(path, stored, known)
         own, needed = ({stored_name(n, stored): n for n in names} for names in (mine, read if strict else ()))
         _check_shapes(path, stored, {n: mine[o] for n, o in own.items()}, {*needed}, _frozen(engine))
-        _check_ties(path, stored, ties)
+        _check_ties(path, metadata, ties)
         if optimizer:
             _check_optimizer(engine, path, meta)
             _check_groups(engine, path, meta)
@@ -100,12 +101,13 @@ def stored_name(name: str, stored: Stored) -> str:
     return other if name.startswith("buffer/") and name not in stored and other in stored else name
 
 
-def _check_ties(path: Path, stored: Stored, ties: dict[str, str]) -> None:
+def _check_ties(path: Path, metadata: Metadata, ties: dict[str, str]) -> None:
     """Check that a checkpoint which has a tied parameter under several names has the same values under each."""
+    shapes = shapes_of(metadata)
     for other, name in ties.items():
-        if f"model/{other}" in stored and f"model/{name}" in stored:
-            pair = {f"model/{n}": torch.empty(stored[f"model/{n}"].size) for n in (other, name)}
-            store.load(path.parent, path.name, pair, local=True, compared=True, stay_open=True)
+        if f"model/{other}" in shapes and f"model/{name}" in shapes:
+            pair = {f"model/{n}": torch.empty(shapes[f"model/{n}"]) for n in (other, name)}
+            store.read_on(path, metadata, pair)
             if not torch.equal(*pair.values()):
                 raise CheckpointError(
                     f"The checkpoint has other values for {other} than for {name}, and the model ties them.",

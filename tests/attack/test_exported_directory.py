@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from launcher.cli.recipe_flags import training_parser
-from launcher.data import byte_tokenizer, load_tokenizer
+from launcher.data.tokenizer import byte_tokenizer, load_tokenizer
 from launcher.engine.weights import model_with_source
 from launcher.models.build import load_config
 from launcher.run import Run

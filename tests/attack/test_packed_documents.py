@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from launcher.cli.recipe_flags import training_parser
-from launcher.data import byte_tokenizer, load_sft, pack
+from launcher.data.pack import pack
+from launcher.data.sft import load_sft
+from launcher.data.tokenizer import byte_tokenizer
 from launcher.data.documents import IGNORED
 from launcher.engine.documents import for_attention
 from launcher.errors import ConfigError

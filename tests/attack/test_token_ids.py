@@ -15,7 +15,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from launcher.data import load_sft, load_tokenizer, pack
+from launcher.data.pack import pack
+from launcher.data.sft import load_sft
+from launcher.data.tokenizer import load_tokenizer
 from launcher.errors import ConfigError
 from launcher.run import Run
 from launcher.train import Training

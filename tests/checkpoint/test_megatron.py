@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -57,15 +60,26 @@ def _save(kind: str, place: Path, dtype: str = "", frozen: Sequence[str] = ()) -
     return tensors
 
 
+@cache
+def _made(
+    kind: str, dtype: str, frozen: tuple[str, ...]
+) -> tuple[dict[str, torch.Tensor], TemporaryDirectory[str]]:
+    """Return (what was saved, where it was saved and exported). It goes when this process ends."""
+    kept = TemporaryDirectory()
+    root = Path(kept.name)
+    tensors = _save(kind, root / "ours", dtype, frozen)
+    args = ["export", str(root / "ours"), str(root / "out"), "--format", "megatron"]
+    assert main([*args, "--model", str(write_config(kind, root))]) == 0
+    return tensors, kept
+
+
 def _exported(
     kind: str, root: Path, dtype: str = "", frozen: Sequence[str] = ()
 ) -> tuple[dict[str, torch.Tensor], Path, str]:
-    """Return (what was saved, the checkpoint in Megatron's format, the model's config)."""
-    tensors = _save(kind, root / "ours", dtype, frozen)
-    model = str(write_config(kind, root))
-    out = str(root / "out")
-    assert main(["export", str(root / "ours"), out, "--format", "megatron", "--model", model]) == 0
-    return tensors, root / "out" / f"iter_{STEP:07d}", model
+    """Return (what was saved, a copy of the checkpoint in Megatron's format, the model's config)."""
+    tensors, kept = _made(kind, dtype, tuple(frozen))
+    shutil.copytree(kept.name, root, dirs_exist_ok=True)
+    return tensors, root / "out" / f"iter_{STEP:07d}", str(write_config(kind, root))
 
 
 @pytest.mark.parametrize("kind", list(MODELS))

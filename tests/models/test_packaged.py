@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from launcher.data import prompt_tokens
+from launcher.data.sft import prompt_tokens
 from launcher.errors import ConfigError
 from launcher.models import packaged
 from launcher.models.build import load_config

@@ -8,6 +8,7 @@ import json
 import textwrap
 import types
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from launcher.config.conflicts import ACROSS, WITHIN
@@ -45,14 +46,21 @@ def field_docs(cls: type[Section]) -> dict[str, str]:
     """Return field -> the docstring under it."""
     docs: dict[str, str] = {}
     for parent in reversed([base for base in cls.__mro__ if issubclass(base, Section)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for line, after in zip(body.body, body.body[1:], strict=False):
-            if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
-                continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                docs[line.target.id] = inspect.cleandoc(str(after.value.value))
+        docs |= _own_docs(parent)
     return {name: docs[name] for name in cls.model_fields if name in docs}
+
+
+@cache
+def _own_docs(cls: type[Section]) -> dict[str, str]:
+    """Those of the fields that its own body declares. Kept: to find a class in its file, inspect parses all of it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        line.target.id: inspect.cleandoc(str(after.value.value))
+        for line, after in zip(body.body, body.body[1:], strict=False)
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
 
 
 def keys_page() -> str:
