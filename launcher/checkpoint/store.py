@@ -37,7 +37,18 @@ from launcher.checkpoint.tags import latest_tag, list_tags, prune
 from launcher.checkpoint.writer import CheckpointWriter
 from launcher.errors import CheckpointError
 
-__all__ = ["find", "has_latest", "latest_tag", "list_tags", "load", "load_meta", "peek", "prune", "read_on", "save"]
+__all__ = [
+    "find",
+    "has_latest",
+    "latest_tag",
+    "list_tags",
+    "load",
+    "load_meta",
+    "peek",
+    "prune",
+    "read_on",
+    "save",
+]
 
 logger = logging.getLogger("launcher")
 

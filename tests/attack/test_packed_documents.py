@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from launcher.cli.recipe_flags import training_parser
+from launcher.data.documents import IGNORED
 from launcher.data.pack import pack
 from launcher.data.sft import load_sft
 from launcher.data.tokenizer import byte_tokenizer
-from launcher.data.documents import IGNORED
 from launcher.engine.documents import for_attention
 from launcher.errors import ConfigError
 from launcher.run import Run
