@@ -34,6 +34,7 @@ PRELOAD = (
     "transformers.models.gpt2.modeling_gpt2",
     "launcher.engine.assemble",
     "launcher.engine.executor",
+    "launcher.engine.state",
     "launcher.zero.apply",
     "launcher.offload.nvme",
     "tests.pool.worker",
