@@ -84,8 +84,7 @@ class FakeMode(LiveBytesMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.is_view or func.namespace != "aten" or func._opname in _ALWAYS_RUN:
             return func(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = _tensors_of(args, kwargs)
         if not tensors and (
             not _is_cpu(kwargs.get("device")) or not any(a.name == "device" for a in func._schema.arguments)
         ):
@@ -95,7 +94,7 @@ class FakeMode(LiveBytesMode):
         writes = self._writes_of(func)
         if writes is not None:
             return _given_back(writes, args, kwargs)
-        return self._hollow(func, leaves, spec)
+        return self._hollow(func, *tree_flatten((args, kwargs)))
 
     def _writes_of(self, func: Any) -> _Writes | None:
         if func not in self._writes:
@@ -119,6 +118,17 @@ class FakeMode(LiveBytesMode):
             args, kwargs = tree_unflatten(leaves, spec)
             return func(*args, **kwargs)
         return tree_unflatten([_made(output, leaves) for output in outputs], shape)
+
+
+def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors of an operation. Its arguments are values and lists of values: no tree has to be walked."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [one for one in value if isinstance(one, Tensor)]
+    return found
 
 
 def _is_cpu(device: torch.device | None) -> bool:

@@ -97,9 +97,8 @@ def orders(
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("accumulation", [2, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "accumulation"), [(0, 4), (1, 2), (1, 4)])
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages(
