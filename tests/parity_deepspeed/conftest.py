@@ -1,4 +1,4 @@
-"""Starts DeepSpeed beside the tests."""
+"""Starts DeepSpeed and other peers beside the tests."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.parity_deepspeed import operators
+from tests.parity_deepspeed.forked import Code, Peer
 
 ROOT = Path(__file__).resolve().parents[2]
+DEEPSPEED = Peer("tests.parity_deepspeed.deepspeed_side", "deepspeed")
 LIMIT_S = 900.0  # minutes on a busy machine; below the limit of a test
 
 
@@ -25,9 +26,16 @@ def run_deepspeed(task: str, given: Any, world: int, directory: Path) -> Any:
     """
     source, out = directory / f"{task}.json", directory / f"{task}-out.json"
     source.write_text(json.dumps(given))
-    command = [sys.executable, "-m", "tests.parity_deepspeed.deepspeed_side", task, str(source), str(out)]
-    run_ranks(command, world, [directory / f"{task}-rank{rank}.log" for rank in range(world)])
+    logs = [directory / f"{task}-rank{rank}.log" for rank in range(world)]
+    run_peer(DEEPSPEED, [task, str(source), str(out)], world, logs)
     return json.loads(out.read_text())
+
+
+def run_peer(peer: Peer, arguments: list[str], world: int, logs: list[Path]) -> None:
+    """Runs what a peer does once for every rank, as `run_ranks`."""
+    port = _free_port()
+    environments = [_environment(rank, world, port) for rank in range(world)]
+    _check(peer.run(arguments, environments, logs, LIMIT_S), logs)
 
 
 def run_ranks(command: list[str], world: int, logs: list[Path]) -> None:
@@ -56,15 +64,18 @@ def run_ranks(command: list[str], world: int, logs: list[Path]) -> None:
     finally:
         for process in ranks:
             process.kill()
-    ends = [log.read_text()[-3000:] for log in logs]
+    _check(codes, logs)
+
+
+def _check(codes: list[Code], logs: list[Path]) -> None:
     told = (
-        f"DeepSpeed's rank {rank} {code}:\n{end}"
-        for rank, (code, end) in enumerate(zip(codes, ends, strict=True))
+        f"Rank {rank} {code}:\n{log.read_text()[-3000:]}"
+        for rank, (code, log) in enumerate(zip(codes, logs, strict=True))
     )
-    assert codes == [0] * world, "\n".join(told)
+    assert codes == [0] * len(codes), "\n".join(told)
 
 
-def _code(process: subprocess.Popen[bytes], by: float) -> int | str:
+def _code(process: subprocess.Popen[bytes], by: float) -> Code:
     try:
         return process.wait(max(by - time.monotonic(), 0.1))
     except subprocess.TimeoutExpired:

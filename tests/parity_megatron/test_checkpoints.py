@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import launcher
 from launcher.cli.main import main as launch
-from tests.parity_deepspeed.conftest import run_ranks
+from tests.parity_deepspeed.conftest import run_peer
+from tests.parity_deepspeed.forked import Peer
 from tests.parity_megatron.runs import (
     AFTER,
     BEFORE,
@@ -28,6 +28,10 @@ from tests.parity_megatron.runs import (
 )
 from tests.pool import RankContext, WorkerPool
 
+MEGATRON = Peer(
+    "tests.parity_megatron.megatron_side", "megatron.core.models.gpt.gpt_model", "megatron.core.optimizer"
+)
+
 
 def run_megatron(
     task: str, world: int, cases: list[tuple[dict[str, Any], Path]], directory: Path
@@ -35,8 +39,8 @@ def run_megatron(
     """Run a task for each (case, its directory); return the losses of each."""
     source, out = directory / f"{task}.json", directory / f"{task}-out.json"
     source.write_text(json.dumps([(case, str(place)) for case, place in cases]))
-    command = [sys.executable, "-m", "tests.parity_megatron.megatron_side", task, str(source), str(out)]
-    run_ranks(command, world, [directory / f"{task}-{rank}.log" for rank in range(world)])
+    logs = [directory / f"{task}-{rank}.log" for rank in range(world)]
+    run_peer(MEGATRON, [task, str(source), str(out)], world, logs)
     losses: list[list[float]] = json.loads(out.read_text())
     return losses
 
