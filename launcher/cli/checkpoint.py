@@ -88,7 +88,7 @@ def import_parser() -> FlagParser:
     )
     _source(parser)
     parser.add_argument("out", metavar="OUT", help="a directory to write into; it may have checkpoints")
-    _model(parser, "that was trained; only for a checkpoint of Megatron-Core")
+    _model(parser, "that was trained; only for a checkpoint of Megatron-Core or torchtitan")
     return parser
 
 
@@ -156,10 +156,9 @@ def _export_weights(flags: Any) -> None:
 
     if there := sorted(Path(flags.out).glob("[!.]*.safetensors*")):
         raise there_already(there[0])
-    if directory_of(Path(flags.directory), flags.tag) is not None:
+    if flags.model is not None or directory_of(Path(flags.directory), flags.tag) is not None:
         write_weights(_opened(flags), Path(flags.out))
     else:
-        _check_model_is_needed(flags)
         directory, tag = _chosen(flags)
         convert_zero_checkpoint_to_fp32_state_dict(directory, flags.out, safe_serialization=True, tag=tag)
     print(f"wrote the weights of {flags.directory} into {flags.out}, in fp32")
@@ -239,29 +238,42 @@ def _model(parser: FlagParser, which: str) -> None:
 
 
 def _opened(flags: Any) -> SourceCheckpoint:
-    """Return the checkpoint that was named; Megatron-Core's has its own names, and `--model` says which are meant."""
+    """Return the checkpoint that was named. `--model` says what the parameters of Megatron-Core and torchtitan are."""
     from launcher.checkpoint.megatron.opened import directory_of
     from launcher.checkpoint.source import SourceCheckpoint
 
     found = directory_of(Path(flags.directory), flags.tag)
     if found is None:
-        _check_model_is_needed(flags)
-        return SourceCheckpoint.open(*_chosen(flags))
+        return _under_names(flags, SourceCheckpoint.open(*_chosen(flags)))
     from launcher.checkpoint.megatron.reader import open_megatron
 
+    return open_megatron(found, _needed_model(flags, found, "Megatron-Core's"))
+
+
+def _under_names(flags: Any, stored: SourceCheckpoint) -> SourceCheckpoint:
+    """Return a checkpoint under transformers' names, which all but torchtitan's have."""
+    from launcher.checkpoint.torchtitan import is_torchtitan, under_names_of
+
+    if is_torchtitan(stored):
+        return under_names_of(stored, _needed_model(flags, stored.path, "torchtitan's"))
+    _check_model_is_needed(flags)
+    return stored
+
+
+def _needed_model(flags: Any, directory: Path, whose: str) -> str:
     if flags.model is None:
         raise ConfigError(
-            f"{found} is Megatron-Core's, and needs --model: the names of its parameters are others",
+            f"{directory} is {whose}, and needs --model: the names of its parameters are others",
             fix="name the model that was trained: a directory with its config.json, or its name on the Hub",
         )
-    return open_megatron(found, flags.model)
+    return str(flags.model)
 
 
 def _check_model_is_needed(flags: Any) -> None:
     if flags.model is not None and getattr(flags, "format", None) not in ("hf", "megatron"):
         raise ConfigError(
-            f"--model belongs to --format hf and megatron, and to checkpoints of Megatron-Core; {flags.directory} "
-            "is none",
+            f"--model belongs to --format hf and megatron, and to checkpoints of Megatron-Core and torchtitan; "
+            f"{flags.directory} is none",
             fix="leave it out",
         )
 

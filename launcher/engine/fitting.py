@@ -172,7 +172,9 @@ def _check_names(path: Path, stored: Stored, known: set[str]) -> None:
         raise CheckpointError(
             f"The checkpoint has {len(others)} tensors that the model does not have: {_some(others)}.",
             where=str(path),
-            fix="load it with the model that it was saved from, or pass load_module_strict=False",
+            fix="torchtitan wrote it: launch import DIRECTORY OUT --model M, and load OUT"
+            if "model/tok_embeddings.weight" in others
+            else "load it with the model that it was saved from, or pass load_module_strict=False",
         )
 
 

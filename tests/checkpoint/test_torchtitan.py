@@ -1,0 +1,229 @@
+"""A run of torchtitan's goes on here: its names, its rotary rows, its optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import launcher
+from launcher.checkpoint.source import SourceCheckpoint
+from launcher.cli.main import main
+from tests.engine.driving import CPU
+from tests.pool import RankContext, RanksFailed, WorkerPool
+from tests.pool.reference import batch
+
+HEADS, GROUPS, WIDTH, HIDDEN, INNER, LAYERS, VOCAB = 4, 2, 8, 32, 48, 2, 64
+BEFORE, AFTER = 3, 5
+EPS, THETA = 1e-5, 10000.0
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq = nn.Linear(HIDDEN, HEADS * WIDTH, bias=False)
+        self.wk, self.wv = (nn.Linear(HIDDEN, GROUPS * WIDTH, bias=False) for _ in range(2))
+        self.wo = nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, length, _ = x.shape
+        q, k, v = (w(x).view(size, length, -1, WIDTH) for w in (self.wq, self.wk, self.wv))
+        q, k = _turned(q), _turned(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [rows, heads, length, width]
+        made = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mixed: Tensor = self.wo(made.transpose(1, 2).reshape(size, length, -1))
+        return mixed
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Llama's rotary embedding as it was published: neighbours are a complex number."""
+    rates = THETA ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+    angles = torch.outer(torch.arange(x.shape[1]), rates)
+    turn = torch.polar(torch.ones_like(angles), angles)[None, :, None, :]
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turn).flatten(3)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        return made
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = _Attention(), _FeedForward()
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(HIDDEN, EPS) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Titan(nn.Module):
+    """Llama 3 under torchtitan's names."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleDict({str(number): _Layer() for number in range(LAYERS)})
+        self.norm, self.lm_head = nn.RMSNorm(HIDDEN, EPS), nn.Linear(HIDDEN, VOCAB, bias=False)
+        if tied:
+            self.lm_head.weight = self.tok_embeddings.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok_embeddings(ids)
+        for layer in self.layers.values():
+            x = layer(x)
+        logits = self.lm_head(self.norm(x))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _new(name: str) -> str:
+    """As torchtitan names it since 0.3."""
+    for kind in "qkv":
+        name = name.replace(f"attention.w{kind}", f"attention.qkv_linear.w{kind}")
+    return name
+
+
+def _old(name: str) -> str:
+    return name.replace("lm_head", "output")
+
+
+def _titan(place: Path, tied: bool, newer: bool) -> list[float]:
+    """Train, save as torchtitan does, and train on; return the losses after that."""
+    torch.manual_seed(11)
+    model = Titan(tied)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses = []
+    for step in range(BEFORE + AFTER):
+        if step == BEFORE:
+            rename = _new if newer else _old
+            flat = get_optimizer_state_dict(
+                model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+            )
+            state: dict[str, Any] = {rename(name): value for name, value in model.state_dict().items()}
+            state["optimizer"] = {rename(name): value for name, value in flat.items()}
+            state["train_state"] = {"step": torch.tensor(BEFORE)}
+            dcp.save(state, checkpoint_id=place / f"step-{BEFORE}", no_dist=True)
+        loss = model(batch(step))
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses[BEFORE:]
+
+
+def _config(root: Path, tied: bool, **others: Any) -> str:
+    config = AutoConfig.for_model(
+        **{
+            "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER,
+            "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
+            "head_dim": WIDTH, "rms_norm_eps": EPS, "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+            "tie_word_embeddings": tied, "use_cache": False, **others,
+        }
+    )  # fmt: skip
+    config.save_pretrained(root / "model")
+    return str(root / "model")
+
+
+def _goes_on(ctx: RankContext, place: Path, model: str, stage: int, tag: str | None = None) -> list[float]:
+    config = {
+        "train_batch_size": 8,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": ADAM},
+    }
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    engine = launcher.initialize(model=made, config=config, device=CPU)[0]
+    engine.load_checkpoint(place, tag)
+    assert engine.global_steps == BEFORE
+    losses = []
+    for step in range(BEFORE, BEFORE + AFTER):
+        ids = batch(step).chunk(ctx.world)[ctx.rank]
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / ctx.world)
+    return losses
+
+
+@pytest.mark.parametrize(("tied", "newer", "stage"), [(False, True, 3), (True, False, 1)])
+def test_a_run_goes_on(pool: WorkerPool, tmp_path: Path, tied: bool, newer: bool, stage: int) -> None:
+    losses = _titan(tmp_path / "titan", tied, newer)
+    model = _config(tmp_path, tied)
+    source = str(tmp_path / "titan" / f"step-{BEFORE}")
+    assert main(["import", source, str(tmp_path / "ours"), "--model", model]) == 0
+    for got in pool.run(_goes_on, 2, tmp_path / "ours", model, stage):
+        assert got == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def titan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a checkpoint, untied."""
+    root = tmp_path_factory.mktemp("titan")
+    _titan(root, tied=False, newer=True)
+    return root / f"step-{BEFORE}"
+
+
+def test_it_becomes_a_model_of_the_hub(titan: Path, tmp_path: Path) -> None:
+    """Its rows are put in order, whatever is written of it."""
+    model = _config(tmp_path, tied=False)
+    for kind in ("hf", "fp32"):
+        assert main(["export", str(titan), str(tmp_path / kind), "--format", kind, "--model", model]) == 0
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    theirs = Titan(tied=False)
+    stored = SourceCheckpoint.open(titan.parent, titan.name)
+    theirs.load_state_dict({name: stored.tensor(f"model/{_new(name)}") for name in theirs.state_dict()})
+    ids = batch(0)
+    assert made(input_ids=ids, labels=ids).loss.item() == pytest.approx(theirs(ids).item(), rel=1e-6)
+    written = load_file(tmp_path / "fp32" / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in made.state_dict().items())
+
+
+def test_its_names_need_a_model(titan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(titan), str(tmp_path / "ours")]) == 2
+    assert "torchtitan's, and needs --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "mistral"}, "the type mistral is not known under torchtitan's names"),
+        ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is not there"),
+        ({"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is none of the model's"),
+        ({"intermediate_size": 40}, "has the shape [48, 32], not [40, 32]"),
+        ({"tie_word_embeddings": True}, "lm_head.weight is another matrix than model.embed_tokens.weight"),
+        ({"num_attention_heads": 2}, "has the shape [32, 32], not [16, 32]"),
+        ({"attention_bias": True}, "q_proj.bias is not there"),
+    ],
+)
+def test_another_model_is_refused(
+    titan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], told: str
+) -> None:
+    model = _config(tmp_path, tied=False, **change)
+    assert main(["import", str(titan), str(tmp_path / "ours"), "--model", model]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_load_says_what_to_do(pool: WorkerPool, titan: Path, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="launch import DIRECTORY OUT --model M"):
+        pool.run(_goes_on, 1, titan.parent, _config(tmp_path, tied=False), 0, titan.name)
