@@ -116,7 +116,9 @@ class FsdpContent:
                 self.directory, f"it has no weights under {_MODEL!r}, where programs of FSDP2 put them"
             )
         of_states = {name.split("/", 2)[2] for name in names if not name.startswith("model/")}
-        if odd := sorted(name for name in of_states if f"model/{name}" not in names):
+        # torchtitan saves the weights of q, k and v apart, and their moments as one.
+        whose = {name: f"model/{name.replace('.wqkv.', '.wq.')}" for name in of_states}
+        if odd := sorted(name for name in of_states if not {f"model/{name}", whose[name]} & names.keys()):
             raise _unread(
                 self.directory, f"the optimizer has states of {odd[0]!r}, which is no parameter's name"
             )

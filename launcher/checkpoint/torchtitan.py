@@ -8,7 +8,8 @@ Source: torchtitan 0.1 to 0.3, `models/*/state_dict_adapter.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,8 +41,7 @@ _INNER = {
 }
 _TURNS_NEIGHBOURS = {"llama": True, "qwen3": False}
 """Model type of transformers -> whether torchtitan's rotary embedding turns neighbouring rows together."""
-Order = Callable[[str], Tensor | None]
-"""Name of a parameter -> torchtitan's row that is in each of its rows; None: they lie as they do there."""
+_FUSED = "attention.qkv_linear.wqkv"
 _COMPUTED = "freqs_cis"
 """A table of angles, which early versions saved with the weights."""
 
@@ -69,81 +69,130 @@ def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
             fix=f"these are: {', '.join(_TURNS_NEIGHBOURS)}. torchtitan writes others as models of the Hub "
             "(--checkpoint.last_save_in_hf)",
         )
-    names: dict[str, str] = {}
-    for own in stored.shapes:
-        if own != _COMPUTED:  # what is there twice keeps its name, and is told as none of the model's
-            names[own if _renamed(own) in names else _renamed(own)] = own
-    order = _orders(made.config) if _TURNS_NEIGHBOURS[kind] else _as_they_are
-    check_model(_under(stored, names, order, made), made, model)
-    once = {name: own for name, own in names.items() if name not in ties_of(made)}
-    return _under(stored, once, order, made)
+    sources = _sources(stored, _Heads.of(made.config, turned=_TURNS_NEIGHBOURS[kind]))
+    check_model(_under(stored, sources, made), made, model)
+    ties = ties_of(made)
+    once = {key: source for key, source in sources.items() if _parted(key)[1] not in ties}
+    return _under(stored, once, made)
 
 
-def _under(stored: SourceCheckpoint, names: Mapping[str, str], order: Order, model: Any) -> SourceCheckpoint:
-    of = {
-        f"{prefix}/{name}": f"{prefix}/{own}"
-        for name, own in names.items()
-        for prefix in ("model", *stored.states, "scalar/step")
-        if f"{prefix}/{own}" in stored.entries
-    }
-    entries = {name: stored.entries[own] for name, own in of.items()}
-    read = partial(_read, stored, of, order)
-    return SourceCheckpoint(stored.path, stored.tag, _meta(stored, names, ties_of(model)), entries, read)
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor comes from.
+
+    Args:
+        key: in the checkpoint.
+        rows: of that tensor; None: all of them, as they lie.
+    """
+
+    key: str
+    rows: Tensor | None
 
 
-def _renamed(name: str) -> str:
-    """Return transformers' name of a parameter; one that is not known stays, and is told as none of the model's."""
+@dataclass(frozen=True)
+class _Heads:
+    """The heads of a model, as the rows of q, k and v lie by them.
+
+    Args:
+        count: heads of "q", "k" and "v".
+        width: rows of a head.
+        turned: see `_TURNS_NEIGHBOURS`.
+    """
+
+    count: Mapping[str, int]
+    width: int
+    turned: bool
+
+    @classmethod
+    def of(cls, config: Any, *, turned: bool) -> _Heads:
+        heads = int(config.num_attention_heads)
+        groups = int(getattr(config, "num_key_value_heads", None) or heads)
+        width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        return cls({"q": heads, "k": groups, "v": groups}, width, turned)
+
+    @property
+    def fused(self) -> int:
+        """Return the rows of q, k and v in one."""
+        return sum(self.count.values()) * self.width
+
+    def rows(self, name: str, *, fused: bool) -> Tensor | None:
+        """Return which rows of torchtitan's tensor a parameter has, in its order; None: all, as they lie."""
+        kind = name.split(".")[-2].removesuffix("_proj")
+        if kind not in self.count:
+            return None
+        rows = torch.arange(self.count[kind] * self.width)
+        if fused:  # the heads of q that share one of k and v, then that of k, then that of v
+            each = self.count["q"] // self.count["k"]
+            groups = torch.arange(self.fused).view(self.count["k"], each + 2, self.width)
+            of = {"q": slice(each), "k": slice(each, each + 1), "v": slice(each + 1, None)}
+            rows = groups[:, of[kind]].reshape(-1)
+        if self.turned and kind != "v":
+            rows = rows.view(-1, self.width // 2, 2).transpose(1, 2).reshape(-1)
+        return rows
+
+
+def _sources(stored: SourceCheckpoint, heads: _Heads) -> dict[str, _Source]:
+    """Return launcher's names -> where their tensors come from. What is not known keeps its name, and is told as none
+    of the model's; so is what is there twice."""
+    found: dict[str, _Source] = {}
+    for key, entry in stored.entries.items():
+        prefix, own = _parted(key)
+        if own == _COMPUTED:
+            continue
+        fused = _FUSED in own and (not entry.size or entry.size[0] == heads.fused)
+        for name in _renamed(own) if fused or _FUSED not in own else [own]:
+            rows = heads.rows(name, fused=fused) if entry.size and name != own else None
+            ours = f"{prefix}/{name}"
+            found[key if ours in found else ours] = _Source(key, rows)
+    return found
+
+
+def _parted(key: str) -> tuple[str, str]:
+    """Return ("model" or what of the optimizer, name of a parameter)."""
+    prefix, _, rest = key.partition("/")
+    if prefix == "model":
+        return prefix, rest
+    kind, _, name = rest.partition("/")
+    return f"{prefix}/{kind}", name
+
+
+def _renamed(name: str) -> list[str]:
+    """Return transformers' names of a parameter: three of q, k and v in one."""
     module, _, kind = name.rpartition(".")
     if not module.startswith("layers."):
-        return f"{_OUTER.get(module, module)}.{kind}"
+        return [f"{_OUTER.get(module, module)}.{kind}"]
     _, layer, inner = module.split(".", 2)
-    return f"model.layers.{layer}.{_INNER.get(inner, inner)}.{kind}"
+    names = [f"self_attn.{part}_proj" for part in "qkv"] if inner == _FUSED else [_INNER.get(inner, inner)]
+    return [f"model.layers.{layer}.{one}.{kind}" for one in names]
 
 
-def _as_they_are(name: str) -> None:
-    return None
-
-
-def _orders(config: Any) -> Order:
-    """Return the order of the rows of each parameter, for a model of these heads."""
-    heads = int(config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    count = {"q_proj": heads, "k_proj": groups}
-
-    def order(name: str) -> Tensor | None:
-        number = count.get(name.split(".")[-2])
-        if number is None:
-            return None
-        rows = torch.arange(number * width).view(number, width // 2, 2)
-        return rows.transpose(1, 2).reshape(-1)
-
-    return order
+def _under(stored: SourceCheckpoint, sources: Mapping[str, _Source], model: Any) -> SourceCheckpoint:
+    entries = {}
+    for name, source in sources.items():
+        entry = stored.entries[source.key]
+        size = entry.size
+        if source.rows is not None and _FUSED in source.key:
+            size = torch.Size((len(source.rows), *size[1:]))
+        entries[name] = replace(entry, size=size)
+    meta = {**stored.meta, "tied": ties_of(model), "writer": "torchtitan"}
+    if meta["optimizer"] is not None:
+        trained = {_parted(name)[1] for name in sources if name.startswith("optimizer/")}
+        groups = [[name for own in group for name in _renamed(own)] for group in meta["optimizer"]["names"]]
+        names = [[name for name in group if name in trained] for group in groups]
+        meta["optimizer"] = {**meta["optimizer"], "names": names}
+    return SourceCheckpoint(stored.path, stored.tag, meta, entries, partial(_read, stored, sources))
 
 
 def _read(
-    stored: SourceCheckpoint,
-    of: Mapping[str, str],
-    order: Order,
-    tensors: Mapping[str, Tensor | FlatSlice],
+    stored: SourceCheckpoint, sources: Mapping[str, _Source], tensors: Mapping[str, Tensor | FlatSlice]
 ) -> None:
     """Fill whole tensors, or flat slices of them, by launcher's names."""
     for name, tensor in tensors.items():
-        whole = stored.tensor(of[name])
-        rows = order(name) if whole.dim() else None
-        if rows is not None:
-            whole = whole[rows]
+        source = sources[name]
+        whole = stored.tensor(source.key)
+        if source.rows is not None:
+            whole = whole[source.rows]
         if isinstance(tensor, FlatSlice):
             tensor.data_1d.copy_(whole.reshape(-1)[tensor.start : tensor.stop])
         else:
             tensor.copy_(whole)
-
-
-def _meta(stored: SourceCheckpoint, names: Mapping[str, str], ties: dict[str, str]) -> dict[str, Any]:
-    """Return the meta, with the names of the model."""
-    ours = {own: name for name, own in names.items()}
-    optimizer = stored.meta["optimizer"]
-    if optimizer is not None:
-        groups = [[ours[own] for own in group if own in ours] for group in stored.groups]
-        optimizer = {**optimizer, "names": groups}
-    return {**stored.meta, "optimizer": optimizer, "tied": ties, "writer": "torchtitan"}

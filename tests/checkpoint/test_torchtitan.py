@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +95,33 @@ class Titan(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def _new(name: str) -> str:
-    """As torchtitan names it since 0.3."""
-    for kind in "qkv":
-        name = name.replace(f"attention.w{kind}", f"attention.qkv_linear.w{kind}")
-    return name
+LAYOUTS = ("older", "apart", "moments in one", "in one")
+"""torchtitan's names until 0.2; those of 0.3; with q, k and v in one parameter, as 0.3 saves it, and as 0.2 did."""
 
 
-def _old(name: str) -> str:
-    return name.replace("lm_head", "output")
+def _named(name: str, layout: str) -> str:
+    if layout == "older":
+        return name.replace("lm_head", "output")
+    return re.sub(r"attention\.w([qkv])", r"attention.qkv_linear.w\1", name)
 
 
-def _titan(place: Path, tied: bool, newer: bool) -> list[float]:
+def _fused(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with q, k and v of a layer in one: by group of heads, first its heads of q, then k, then v."""
+    made = dict(state)
+    for name in [name for name in state if "qkv_linear.wq." in name]:
+        q, k, v = (made.pop(name.replace(".wq.", f".w{kind}.")) for kind in "qkv")
+        joined = q
+        if isinstance(q, Tensor) and q.dim():
+            each, parts = HEADS // GROUPS * WIDTH, []
+            for group in range(GROUPS):
+                own = slice(group * WIDTH, (group + 1) * WIDTH)
+                parts += [q[group * each : (group + 1) * each], k[own], v[own]]
+            joined = torch.cat(parts)
+        made[name.replace(".wq.", ".wqkv.")] = joined
+    return made
+
+
+def _titan(place: Path, tied: bool, layout: str) -> list[float]:
     """Train, save as torchtitan does, and train on; return the losses after that."""
     torch.manual_seed(11)
     model = Titan(tied)
@@ -113,12 +129,12 @@ def _titan(place: Path, tied: bool, newer: bool) -> list[float]:
     losses = []
     for step in range(BEFORE + AFTER):
         if step == BEFORE:
-            rename = _new if newer else _old
-            flat = get_optimizer_state_dict(
-                model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-            )
-            state: dict[str, Any] = {rename(name): value for name, value in model.state_dict().items()}
-            state["optimizer"] = {rename(name): value for name, value in flat.items()}
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+            flat = get_optimizer_state_dict(model, optimizer, options=options)
+            weights = {_named(name, layout): value for name, value in model.state_dict().items()}
+            moments = {_named(name, layout): value for name, value in flat.items()}
+            state: dict[str, Any] = _fused(weights) if layout == "in one" else weights
+            state["optimizer"] = _fused(moments) if "in one" in layout else moments
             state["train_state"] = {"step": torch.tensor(BEFORE)}
             dcp.save(state, checkpoint_id=place / f"step-{BEFORE}", no_dist=True)
         loss = model(batch(step))
@@ -165,9 +181,11 @@ def _goes_on(ctx: RankContext, place: Path, model: str, stage: int, tag: str | N
     return losses
 
 
-@pytest.mark.parametrize(("tied", "newer", "stage"), [(False, True, 3), (True, False, 1)])
-def test_a_run_goes_on(pool: WorkerPool, tmp_path: Path, tied: bool, newer: bool, stage: int) -> None:
-    losses = _titan(tmp_path / "titan", tied, newer)
+@pytest.mark.parametrize(
+    ("layout", "tied", "stage"), zip(LAYOUTS, (True, False, True, False), (1, 3, 2, 0), strict=True)
+)
+def test_a_run_goes_on(pool: WorkerPool, tmp_path: Path, layout: str, tied: bool, stage: int) -> None:
+    losses = _titan(tmp_path / "titan", tied, layout)
     model = _config(tmp_path, tied)
     source = str(tmp_path / "titan" / f"step-{BEFORE}")
     assert main(["import", source, str(tmp_path / "ours"), "--model", model]) == 0
@@ -179,7 +197,7 @@ def test_a_run_goes_on(pool: WorkerPool, tmp_path: Path, tied: bool, newer: bool
 def titan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a checkpoint, untied."""
     root = tmp_path_factory.mktemp("titan")
-    _titan(root, tied=False, newer=True)
+    _titan(root, tied=False, layout="apart")
     return root / f"step-{BEFORE}"
 
 
@@ -191,7 +209,9 @@ def test_it_becomes_a_model_of_the_hub(titan: Path, tmp_path: Path) -> None:
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     theirs = Titan(tied=False)
     stored = SourceCheckpoint.open(titan.parent, titan.name)
-    theirs.load_state_dict({name: stored.tensor(f"model/{_new(name)}") for name in theirs.state_dict()})
+    theirs.load_state_dict(
+        {name: stored.tensor(f"model/{_named(name, 'apart')}") for name in theirs.state_dict()}
+    )
     ids = batch(0)
     assert made(input_ids=ids, labels=ids).loss.item() == pytest.approx(theirs(ids).item(), rel=1e-6)
     written = load_file(tmp_path / "fp32" / "model.safetensors")
@@ -201,6 +221,14 @@ def test_it_becomes_a_model_of_the_hub(titan: Path, tmp_path: Path) -> None:
 def test_its_names_need_a_model(titan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", str(titan), str(tmp_path / "ours")]) == 2
     assert "torchtitan's, and needs --model" in capsys.readouterr().err
+
+
+def test_fused_rows_of_other_heads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _titan(tmp_path / "titan", tied=False, layout="in one")
+    source = str(tmp_path / "titan" / f"step-{BEFORE}")
+    model = _config(tmp_path, tied=False, num_key_value_heads=1)
+    assert main(["import", source, str(tmp_path / "ours"), "--model", model]) == 2
+    assert "q_proj.weight is not there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
