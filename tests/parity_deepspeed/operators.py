@@ -15,6 +15,7 @@ DIRECTORY = Path(sys.prefix, "torch_extensions")
 
 NAMES = ("ShareMemComm", "FusedAdam", "CPUAdam", "CPULion", "CPUAdagrad")
 
+COMPILER_PATH = DIRECTORY / "c++"
 # DeepSpeed asks for -O3 -g, which takes more than twice as long; what is compared is the numbers.
 COMPILER = """#!/bin/sh
 exec c++ "$@" -O1 -g0
@@ -22,9 +23,13 @@ exec c++ "$@" -O1 -g0
 
 
 def environment() -> dict[str, str]:
-    """What a process needs to find the operators, to compile others (ninja), and to use the CPU."""
+    """What a process needs to find the operators, to compile others (ninja), and to use the CPU.
+
+    The compiler must be the one they were compiled by: with another, ninja would compile them again.
+    """
     path = f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return {"TORCH_EXTENSIONS_DIR": str(DIRECTORY), "DS_ACCELERATOR": "cpu", "PATH": path}
+    found = {"TORCH_EXTENSIONS_DIR": str(DIRECTORY), "DS_ACCELERATOR": "cpu", "PATH": path}
+    return found | {"CXX": str(COMPILER_PATH)}
 
 
 def main() -> None:
@@ -32,10 +37,8 @@ def main() -> None:
     for lock in DIRECTORY.glob("*/lock"):  # of a run that was killed
         lock.unlink()
     DIRECTORY.mkdir(parents=True, exist_ok=True)
-    compiler = DIRECTORY / "c++"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
-    os.environ["CXX"] = str(compiler)
+    COMPILER_PATH.write_text(COMPILER)
+    COMPILER_PATH.chmod(0o755)
     from deepspeed.ops.op_builder import cpu
 
     for name in NAMES:
