@@ -223,6 +223,33 @@ def test_its_names_need_a_model(titan: Path, tmp_path: Path, capsys: pytest.Capt
     assert "torchtitan's, and needs --model" in capsys.readouterr().err
 
 
+def test_qwen3_has_the_rows_that_transformers_has(tmp_path: Path) -> None:
+    model = _config(tmp_path, tied=False, model_type="qwen3")
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    theirs = {
+        "model.embed_tokens": "tok_embeddings",
+        "model.": "",
+        "self_attn.o_proj": "attention.wo",
+        **{f"self_attn.{kind}_proj": f"attention.qkv_linear.w{kind}" for kind in "qkv"},
+        "self_attn": "attention",
+        **{f"mlp.{name}_proj": f"feed_forward.w{n}" for name, n in (("gate", 1), ("down", 2), ("up", 3))},
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    state = {}
+    for name, value in made.state_dict().items():
+        for ours, own in theirs.items():
+            name = name.replace(ours, own)
+        state[name] = value
+    dcp.save(
+        {**state, "train_state": {"step": torch.tensor(7)}}, checkpoint_id=tmp_path / "step-7", no_dist=True
+    )
+    assert main(["import", str(tmp_path / "step-7"), str(tmp_path / "ours"), "--model", model]) == 0
+    back = SourceCheckpoint.open(tmp_path / "ours")
+    assert back.shapes.keys() == dict(made.named_parameters()).keys()
+    assert all(torch.equal(back.tensor(f"model/{name}"), value) for name, value in made.named_parameters())
+
+
 def test_fused_rows_of_other_heads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _titan(tmp_path / "titan", tied=False, layout="in one")
     source = str(tmp_path / "titan" / f"step-{BEFORE}")
