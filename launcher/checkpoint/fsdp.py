@@ -117,8 +117,8 @@ class FsdpContent:
             )
         of_states = {name.split("/", 2)[2] for name in names if not name.startswith("model/")}
         # torchtitan saves the weights of q, k and v apart, and their moments as one.
-        whose = {name: f"model/{name.replace('.wqkv.', '.wq.')}" for name in of_states}
-        if odd := sorted(name for name in of_states if not {f"model/{name}", whose[name]} & names.keys()):
+        own = {name: {f"model/{name}", f"model/{name.replace('.wqkv.', '.wq.')}"} for name in of_states}
+        if odd := sorted(name for name in of_states if not own[name] & names.keys()):
             raise _unread(
                 self.directory, f"the optimizer has states of {odd[0]!r}, which is no parameter's name"
             )

@@ -142,5 +142,13 @@ class FlatSlice(torch.Tensor):
         return [_chunk(box) for box in self._boxes if box.part.first or not self.firsts_only]
 
 
+def fill(tensor: torch.Tensor | FlatSlice, whole: torch.Tensor) -> None:
+    """Copy a whole tensor, or the slice's part of it."""
+    if isinstance(tensor, FlatSlice):
+        tensor.data_1d.copy_(whole.reshape(-1)[tensor.start : tensor.stop])
+    else:
+        tensor.copy_(whole)
+
+
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

@@ -2,22 +2,23 @@
 
 torchtitan saves with torch.distributed.checkpoint, under names of its own. Its Llama turns neighbouring rows of a head
 of q and k together (0 and 1, 2 and 3, ...), where transformers turns row i and row i + half; so the rows, and those of
-Adam's moments, lie in another order. Its Qwen 3 has them as transformers does.
-Source: torchtitan 0.1 to 0.3, `models/*/state_dict_adapter.py`.
+Adam's moments, lie in another order. Its Qwen 3 has them as transformers does. Where q, k and v are one
+parameter, as by default in 0.3, its rows lie by group of heads; 0.3 saves its weights apart, and its moments as one.
+Source: torchtitan 0.1 to 0.3, `models/*/state_dict_adapter.py` and `models/common/attention.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from launcher.checkpoint.hub_model import check_model, ties_of
-from launcher.checkpoint.slices import FlatSlice
+from launcher.checkpoint.slices import FlatSlice, fill
 from launcher.checkpoint.source import SourceCheckpoint
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta, load_config
@@ -70,10 +71,10 @@ def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
             "(--checkpoint.last_save_in_hf)",
         )
     sources = _sources(stored, _Heads.of(made.config, turned=_TURNS_NEIGHBOURS[kind]))
-    check_model(_under(stored, sources, made), made, model)
     ties = ties_of(made)
+    check_model(_under(stored, sources, ties), made, model)
     once = {key: source for key, source in sources.items() if _parted(key)[1] not in ties}
-    return _under(stored, once, made)
+    return _under(stored, once, ties)
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,9 @@ def _renamed(name: str) -> list[str]:
     return [f"model.layers.{layer}.{one}.{kind}" for one in names]
 
 
-def _under(stored: SourceCheckpoint, sources: Mapping[str, _Source], model: Any) -> SourceCheckpoint:
+def _under(
+    stored: SourceCheckpoint, sources: Mapping[str, _Source], ties: dict[str, str]
+) -> SourceCheckpoint:
     entries = {}
     for name, source in sources.items():
         entry = stored.entries[source.key]
@@ -174,25 +177,19 @@ def _under(stored: SourceCheckpoint, sources: Mapping[str, _Source], model: Any)
         if source.rows is not None and _FUSED in source.key:
             size = torch.Size((len(source.rows), *size[1:]))
         entries[name] = replace(entry, size=size)
-    meta = {**stored.meta, "tied": ties_of(model), "writer": "torchtitan"}
+    meta = {**stored.meta, "tied": ties, "writer": "torchtitan"}
     if meta["optimizer"] is not None:
         trained = {_parted(name)[1] for name in sources if name.startswith("optimizer/")}
         groups = [[name for own in group for name in _renamed(own)] for group in meta["optimizer"]["names"]]
         names = [[name for name in group if name in trained] for group in groups]
         meta["optimizer"] = {**meta["optimizer"], "names": names}
-    return SourceCheckpoint(stored.path, stored.tag, meta, entries, partial(_read, stored, sources))
+    # The last one is kept: q, k and v are asked for one by one.
+    fused = lru_cache(maxsize=1)(stored.tensor)
 
+    def read(tensors: Mapping[str, Tensor | FlatSlice]) -> None:
+        for name, tensor in tensors.items():
+            source = sources[name]
+            whole = (fused if _FUSED in source.key else stored.tensor)(source.key)
+            fill(tensor, whole if source.rows is None else whole[source.rows])
 
-def _read(
-    stored: SourceCheckpoint, sources: Mapping[str, _Source], tensors: Mapping[str, Tensor | FlatSlice]
-) -> None:
-    """Fill whole tensors, or flat slices of them, by launcher's names."""
-    for name, tensor in tensors.items():
-        source = sources[name]
-        whole = stored.tensor(source.key)
-        if source.rows is not None:
-            whole = whole[source.rows]
-        if isinstance(tensor, FlatSlice):
-            tensor.data_1d.copy_(whole.reshape(-1)[tensor.start : tensor.stop])
-        else:
-            tensor.copy_(whole)
+    return SourceCheckpoint(stored.path, stored.tag, meta, entries, read)

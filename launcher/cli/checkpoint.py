@@ -272,7 +272,7 @@ def _needed_model(flags: Any, directory: Path, whose: str) -> str:
 def _check_model_is_needed(flags: Any) -> None:
     if flags.model is not None and getattr(flags, "format", None) not in ("hf", "megatron"):
         raise ConfigError(
-            f"--model belongs to --format hf and megatron, and to checkpoints of Megatron-Core and torchtitan; "
+            "--model belongs to --format hf and megatron, and to checkpoints of Megatron-Core and torchtitan; "
             f"{flags.directory} is none",
             fix="leave it out",
         )

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import launcher
 from launcher.checkpoint.source import SourceCheckpoint
 from launcher.cli.main import main
+from tests.checkpoint.test_fsdp import mean
 from tests.engine.driving import CPU
 from tests.pool import RankContext, RanksFailed, WorkerPool
 from tests.pool.reference import batch
@@ -175,9 +176,7 @@ def _goes_on(ctx: RankContext, place: Path, model: str, stage: int, tag: str | N
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        losses.append(total.item() / ctx.world)
+        losses.append(mean(loss))
     return losses
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import launcher
 from launcher.cli.main import main as launch
+from tests.checkpoint.test_fsdp import mean
 from tests.parity_deepspeed.conftest import run_peer
 from tests.parity_deepspeed.forked import Peer
 from tests.parity_megatron.runs import (
@@ -69,9 +70,7 @@ def _steps(ctx: RankContext, engine: Any, first: int, count: int) -> list[float]
         loss = engine(input_ids=rows, labels=rows).loss
         engine.backward(loss)
         engine.step()
-        mean = loss.detach().float().clone()
-        torch.distributed.all_reduce(mean)
-        losses.append(mean.item() / ctx.world)
+        losses.append(mean(loss.float()))
     return losses
 
 

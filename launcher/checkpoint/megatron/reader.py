@@ -19,7 +19,7 @@ from launcher.checkpoint.megatron.names import MegatronTensor, tensors_of
 from launcher.checkpoint.megatron.opened import MASTERS, WRITER, MegatronFiles, wrong
 from launcher.checkpoint.names import COMMON_FILE, METADATA_FILE
 from launcher.checkpoint.reader import SafeReader, TensorLoadPlanner, common_volume, quietly
-from launcher.checkpoint.slices import FlatSlice
+from launcher.checkpoint.slices import FlatSlice, fill
 from launcher.checkpoint.source import STEP, SourceCheckpoint
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta, load_config
@@ -75,11 +75,7 @@ class _Reader:
             of = self._of[parameter]
             key = self._weights(of) if kind == "model" else self._key(kind, of)
             assert key is not None
-            whole = self._parts(key, of)[parameter]
-            if isinstance(tensor, FlatSlice):
-                tensor.data_1d.copy_(whole.reshape(-1)[tensor.start : tensor.stop])
-            else:
-                tensor.copy_(whole)
+            fill(tensor, self._parts(key, of)[parameter])
 
     def _keys(self, kind: str, tensor: MegatronTensor) -> list[str]:
         """Return the keys of a tensor, or of its state, under all of its names."""
