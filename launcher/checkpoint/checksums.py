@@ -5,7 +5,6 @@ Files are hashed by blocks (XXH3, 64 bits), so that ranks can share a large one,
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any, cast
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from launcher.checkpoint.durable import DurableFile
 from launcher.errors import CheckpointError
 
 BLOCK = 1 << 26
@@ -71,11 +71,11 @@ class _Hasher:
         return FileChecksum(self.size, (*self._blocks, *rest))
 
 
-class _HashedFile(io.BufferedWriter):
-    """A file, written from its beginning to its end, that hashes what is written."""
+class HashedFile(DurableFile):
+    """A file that hashes what is written."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "wb"))
+        super().__init__(path)
         self.hasher = _Hasher()
 
     def write(self, content: Any) -> int:
@@ -92,14 +92,14 @@ class HashingFileSystem(FileSystem):
         self.stamps: dict[str, FileChecksum] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        with _HashedFile(Path(path)) as file:
+    def written(self, path: Path) -> Generator[HashedFile, None, None]:
+        """Write a file."""
+        with HashedFile(path) as file:
             yield file
-        self.stamps[Path(path).name] = file.hasher.stamp()
+        self.stamps[path.name] = file.hasher.stamp()
+
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
+        return self.written(Path(path)) if mode == "wb" else super().create_stream(path, mode)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)

@@ -12,18 +12,16 @@ import json
 import math
 import os
 import re
-import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import psutil
 import torch
 
+from launcher.checkpoint.durable import DurableFile, temporary_path
 from launcher.errors import CheckpointError
-from launcher.models.load import DTYPES
-from launcher.models.names import INDEX_FILE, SINGLE_FILE
+from launcher.models.safetensors_format import DTYPE_OF_NAME, INDEX_FILE, SINGLE_FILE
 
 _ALIGNMENT = 8
 _PIECE = 1 << 26
@@ -32,7 +30,7 @@ _PIECE = 1 << 26
 Fetch = Callable[[], torch.Tensor | None]
 ExportEntry = tuple[str, torch.dtype, Sequence[int], Fetch]
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPE_OF_NAME.items()}
 
 
 @dataclass(frozen=True)
@@ -87,29 +85,6 @@ def write_safetensors(
     return export.finish() if writer else []
 
 
-def temporary_path(path: Path) -> Path:
-    """Return a place beside `path` for this process alone: several may write one file. What ended ones left is
-    removed."""
-    mine = f".{path.name}.{socket.gethostname()}."
-    with contextlib.suppress(OSError):
-        for other in path.parent.glob(f"{mine}*.tmp"):
-            pid = other.name.removeprefix(mine).removesuffix(".tmp")
-            if pid.isdigit() and not psutil.pid_exists(int(pid)):
-                other.unlink(missing_ok=True)
-    return path.with_name(f"{mine}{os.getpid()}.tmp")
-
-
-@contextlib.contextmanager
-def temporary_file(path: Path) -> Iterator[Path]:
-    """Give a place to write, which becomes `path` when all went well."""
-    place = temporary_path(path)
-    try:
-        yield place
-        os.replace(place, path)
-    finally:
-        place.unlink(missing_ok=True)
-
-
 class _Export:
     """The writer's files. After a failure it does nothing more, and tells at the end."""
 
@@ -119,14 +94,14 @@ class _Export:
         self.names = _file_names(len(shards))
         self._own = {name: temporary_path(directory / name) for name in (*self.names, INDEX_FILE)}
         self.failure: BaseException | None = None
-        self._file: IO[bytes] | None = None
+        self._file: DurableFile | None = None
 
     def begin(self, number: int, writer: bool) -> None:
         if not writer or self.failure:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._file = self._temporary(self.names[number]).open("wb")
+            self._file = DurableFile(self._temporary(self.names[number]))
             self._file.write(_header(self.shards[number]))
         except OSError as error:
             self._fail(error)
@@ -143,8 +118,7 @@ class _Export:
         if self._file is None:
             return
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._file.finish()
             self._file.close()
             self._file = None
         except OSError as error:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import Metadata, StorageReader
 from launcher.checkpoint import tags
 from launcher.checkpoint.checksums import check_blocks
 from launcher.checkpoint.deepspeed.files import is_deepspeed
-from launcher.checkpoint.names import fsdp_directories
+from launcher.checkpoint.names import are_torchtitan, fsdp_directories
 from launcher.checkpoint.reader import SafeReader
 
 
@@ -26,6 +26,15 @@ def foreign_meta(where: Path) -> dict[str, Any] | None:
 
         return open_fsdp(where).meta
     return None
+
+
+def is_torchtitan(where: Path) -> bool:
+    """Return whether a checkpoint has the names of torchtitan's models."""
+    if not fsdp_directories(where):
+        return False
+    from launcher.checkpoint.fsdp import open_fsdp
+
+    return are_torchtitan(open_fsdp(where).metadata.state_dict_metadata)
 
 
 def check_bytes(where: Path, share: int, shares: int) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.checkpoint import store, tags
-from launcher.checkpoint.export import temporary_file, write_safetensors
+from launcher.checkpoint.durable import temporary_file
+from launcher.checkpoint.export import write_safetensors
 from launcher.checkpoint.reader import read_metadata
 from launcher.checkpoint.source import SourceCheckpoint
 from launcher.comm.plain import decode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 LATEST_FILE = "latest"
@@ -23,6 +24,12 @@ OF_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 def is_megatron(path: Path) -> bool:
     """Return whether a directory is one checkpoint in Megatron-Core's torch_dist format."""
     return all((path / name).is_file() for name in (METADATA_FILE, COMMON_FILE, BACKEND_FILE))
+
+
+def are_torchtitan(names: Iterable[str]) -> bool:
+    """Return whether a checkpoint has the names of torchtitan's models."""
+    known = [name for name in names if name.startswith("model/")]
+    return "model/tok_embeddings.weight" in known and any(".attention." in name for name in known)
 
 
 def fsdp_directories(path: Path) -> list[Path]:

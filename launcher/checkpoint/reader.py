@@ -120,8 +120,14 @@ def _unreadable(directory: Path, why: str) -> CheckpointError:
 
 def shapes_of(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     """Return the name -> shape of every stored tensor."""
-    entries = metadata.state_dict_metadata.items()
-    return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    shapes = {name: shape_of(metadata, name) for name in metadata.state_dict_metadata}
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def shape_of(metadata: Metadata, name: str) -> tuple[int, ...] | None:
+    """Return the shape of a stored tensor; None: there is none of that name."""
+    entry = metadata.state_dict_metadata.get(name)
+    return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
 
 def incomplete(metadata: Metadata) -> list[str]:
@@ -156,7 +162,7 @@ def check_fit(where: Path, metadata: Metadata, tensors: Mapping[str, torch.Tenso
     Raises:
         CheckpointError: it has not.
     """
-    stored = shapes_of(metadata)
+    stored = {name: shape for name in tensors if (shape := shape_of(metadata, name)) is not None}
     missing = [name for name in tensors if name not in stored] if strict else []
     wrong = [
         f"{name} is {tuple(tensor.shape)} here and {stored[name]} in the checkpoint"

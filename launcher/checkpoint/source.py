@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,8 @@ class SourceCheckpoint:
         metadata = read_metadata(path)
         entries = metadata.state_dict_metadata.items()
         kept = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-        read = partial(store.read_on, path, metadata)
-        return cls(path, tag, {key: decode(value) for key, value in meta.items()}, kept, read)
+        meta = {key: decode(value) for key, value in meta.items()}
+        return cls(path, tag, meta, kept, store.reading(path, metadata))
 
     def load(self, tensors: Mapping[str, Tensor | FlatSlice]) -> None:
         """Fill tensors, by their names in the checkpoint; those that it does not have stay as they are."""

@@ -10,13 +10,14 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata
@@ -46,7 +47,7 @@ __all__ = [
     "load_meta",
     "peek",
     "prune",
-    "read_on",
+    "reading",
     "save",
 ]
 
@@ -163,10 +164,9 @@ def load_meta(
 
 def peek(directory: Path, tag: str | None) -> dict[str, Any]:
     """Return the meta of a checkpoint that will be loaded, before its files are looked at. Not collective."""
-    chosen = tag if tag is not None else tags.tag_to_load(directory)[0]
-    if chosen is None:
+    where = tags.path_to_load(directory, tag)
+    if where is None:
         raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
-    where = tags.tag_path(directory, chosen)
     meta = formats.foreign_meta(where)
     return tags.read_meta(where).meta if meta is None else meta
 
@@ -268,30 +268,34 @@ def load(
         _check_bytes(path, tag, ranks)
     metadata = ranks.together(prepare)
     try:
-        _read(where, metadata, tensors, ranks, strict)
+        _read(lambda: formats.reader_of(where, metadata), tensors, ranks, strict)
     finally:
         formats.close(where)
 
 
-def read_on(where: Path, metadata: Metadata, tensors: TensorMap) -> None:
-    """Fill tensors from a checkpoint whose metadata was read and whose bytes were compared, in this process alone.
+def reading(where: Path, metadata: Metadata) -> Callable[[TensorMap], None]:
+    """Return what fills tensors from a checkpoint whose bytes were compared, in this process alone.
 
-    It may be called for one tensor after the other: `.metadata` is not read again, and DeepSpeed's files stay open.
-    Tensors that the checkpoint does not have stay as they are.
-
-    Raises:
-        CheckpointError: shapes differ, or a file is corrupted.
+    It may be called for one tensor after the other: nothing is opened again. Tensors that the checkpoint does not have
+    stay as they are. It raises a CheckpointError where shapes differ, or a file is corrupted.
     """
-    check_fit(where, metadata, tensors, strict=False)
-    _read(where, metadata, tensors, CollectiveErrors(None, alone=True), strict=False)
+    alone, reader = CollectiveErrors(None, alone=True), formats.reader_of(where, metadata)
+
+    def read(tensors: TensorMap) -> None:
+        check_fit(where, metadata, tensors, strict=False)
+        _read(lambda: reader, tensors, alone, strict=False)
+
+    return read
 
 
-def _read(where: Path, metadata: Metadata, tensors: TensorMap, ranks: CollectiveErrors, strict: bool) -> None:
+def _read(
+    reader: Callable[[], StorageReader], tensors: TensorMap, ranks: CollectiveErrors, strict: bool
+) -> None:
     ranks.together(
         lambda: quietly(
             lambda: dcp.load(
                 dict(tensors),
-                storage_reader=formats.reader_of(where, metadata),
+                storage_reader=reader(),
                 planner=TensorLoadPlanner(flatten_state_dict=False, allow_partial_load=not strict),
                 process_group=ranks.sharing,
                 no_dist=ranks.alone,

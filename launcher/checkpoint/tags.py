@@ -19,6 +19,7 @@ from typing import Any
 
 from launcher.checkpoint.checksums import FileChecksum, damaged, digest
 from launcher.checkpoint.deepspeed.files import is_deepspeed
+from launcher.checkpoint.durable import sync_directory, write_durably
 from launcher.checkpoint.names import (
     ITERATION_FILE,
     LATEST_FILE,
@@ -220,6 +221,12 @@ def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
     )
 
 
+def path_to_load(directory: Path, tag: str | None) -> Path | None:
+    """Return the checkpoint of a tag, or the one that is loaded where none is named; None: there is none."""
+    chosen = tag if tag is not None else tag_to_load(directory)[0]
+    return None if chosen is None else tag_path(directory, chosen)
+
+
 def _newest_that_was_latest(directory: Path) -> str | None:
     for tag in reversed(list_tags(directory)):
         try:
@@ -290,26 +297,6 @@ def finish(directory: Path, tag: str, latest: bool = True) -> None:
     if latest:
         write_durably(directory / LATEST_FILE, tag + "\n")
     shutil.rmtree(old, ignore_errors=True)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file so that after a crash it has the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames inside `path` survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_meta(

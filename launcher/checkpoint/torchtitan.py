@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.checkpoint.heads import AttentionHeads
 from launcher.checkpoint.hub_model import check_model, ties_of
 from launcher.checkpoint.slices import FlatSlice, fill
 from launcher.checkpoint.source import SourceCheckpoint
@@ -47,11 +48,6 @@ _COMPUTED = "freqs_cis"
 """A table of angles, which early versions saved with the weights."""
 
 
-def is_torchtitan(stored: SourceCheckpoint) -> bool:
-    """Return whether a checkpoint has torchtitan's names."""
-    return "tok_embeddings.weight" in stored.shapes and any(".attention.w" in name for name in stored.shapes)
-
-
 def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
     """Return a checkpoint of torchtitan under the names of a model, its rows in transformers' order.
 
@@ -70,7 +66,7 @@ def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
             fix=f"these are: {', '.join(_TURNS_NEIGHBOURS)}. torchtitan writes others as models of the Hub "
             "(--checkpoint.last_save_in_hf)",
         )
-    sources = _sources(stored, _Heads.of(made.config, turned=_TURNS_NEIGHBOURS[kind]))
+    sources = _sources(stored, AttentionHeads.of(made.config), _TURNS_NEIGHBOURS[kind])
     ties = ties_of(made)
     check_model(_under(stored, sources, ties), made, model)
     once = {key: source for key, source in sources.items() if _parted(key)[1] not in ties}
@@ -90,49 +86,20 @@ class _Source:
     rows: Tensor | None
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """The heads of a model, as the rows of q, k and v lie by them.
+def _rows(name: str, heads: AttentionHeads, *, fused: bool, turned: bool) -> Tensor | None:
+    """Return which rows of torchtitan's tensor a parameter has, in its order; None: all, as they lie.
 
     Args:
-        count: heads of "q", "k" and "v".
-        width: rows of a head.
         turned: see `_TURNS_NEIGHBOURS`.
     """
-
-    count: Mapping[str, int]
-    width: int
-    turned: bool
-
-    @classmethod
-    def of(cls, config: Any, *, turned: bool) -> _Heads:
-        heads = int(config.num_attention_heads)
-        groups = int(getattr(config, "num_key_value_heads", None) or heads)
-        width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        return cls({"q": heads, "k": groups, "v": groups}, width, turned)
-
-    @property
-    def fused(self) -> int:
-        """Return the rows of q, k and v in one."""
-        return sum(self.count.values()) * self.width
-
-    def rows(self, name: str, *, fused: bool) -> Tensor | None:
-        """Return which rows of torchtitan's tensor a parameter has, in its order; None: all, as they lie."""
-        kind = name.split(".")[-2].removesuffix("_proj")
-        if kind not in self.count:
-            return None
-        rows = torch.arange(self.count[kind] * self.width)
-        if fused:  # the heads of q that share one of k and v, then that of k, then that of v
-            each = self.count["q"] // self.count["k"]
-            groups = torch.arange(self.fused).view(self.count["k"], each + 2, self.width)
-            of = {"q": slice(each), "k": slice(each, each + 1), "v": slice(each + 1, None)}
-            rows = groups[:, of[kind]].reshape(-1)
-        if self.turned and kind != "v":
-            rows = rows.view(-1, self.width // 2, 2).transpose(1, 2).reshape(-1)
-        return rows
+    kind = name.split(".")[-2].removesuffix("_proj")
+    if kind not in "qkv":
+        return None
+    rows = heads.places(kind) if fused else torch.arange(heads.count(kind))
+    return heads.from_neighbours(rows) if turned and kind != "v" else rows
 
 
-def _sources(stored: SourceCheckpoint, heads: _Heads) -> dict[str, _Source]:
+def _sources(stored: SourceCheckpoint, heads: AttentionHeads, turned: bool) -> dict[str, _Source]:
     """Return launcher's names -> where their tensors come from. What is not known keeps its name, and is told as none
     of the model's; so is what is there twice."""
     found: dict[str, _Source] = {}
@@ -140,9 +107,10 @@ def _sources(stored: SourceCheckpoint, heads: _Heads) -> dict[str, _Source]:
         prefix, own = _parted(key)
         if own == _COMPUTED:
             continue
-        fused = _FUSED in own and (not entry.size or entry.size[0] == heads.fused)
+        fused = _FUSED in own and (not entry.size or entry.size[0] == heads.rows)
         for name in _renamed(own) if fused or _FUSED not in own else [own]:
-            rows = heads.rows(name, fused=fused) if entry.size and name != own else None
+            moved = entry.size and name != own
+            rows = _rows(name, heads, fused=fused, turned=turned) if moved else None
             ours = f"{prefix}/{name}"
             found[key if ours in found else ours] = _Source(key, rows)
     return found

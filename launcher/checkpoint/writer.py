@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import IO, cast
 
@@ -51,7 +50,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         written = []
-        with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+        with self.fs.written(Path(self.path) / name) as stream:
             for item in items:
                 at, tensor = stream.tell(), planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)  # nothing else is in a checkpoint
@@ -59,8 +58,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
                 del tensor
                 size = stream.tell() - at
                 written.append(WriteResult(item.index, size, _StorageInfo(name, at, size)))
-            stream.flush()
-            os.fsync(stream.fileno())
+            stream.finish()
         return written
 
 

@@ -239,25 +239,24 @@ def _model(parser: FlagParser, which: str) -> None:
 
 def _opened(flags: Any) -> SourceCheckpoint:
     """Return the checkpoint that was named. `--model` says what the parameters of Megatron-Core and torchtitan are."""
+    from launcher.checkpoint import tags
+    from launcher.checkpoint.formats import is_torchtitan
     from launcher.checkpoint.megatron.opened import directory_of
     from launcher.checkpoint.source import SourceCheckpoint
 
     found = directory_of(Path(flags.directory), flags.tag)
     if found is None:
-        return _under_names(flags, SourceCheckpoint.open(*_chosen(flags)))
+        directory, tag = _chosen(flags)
+        if (path := tags.path_to_load(directory, tag)) is not None and is_torchtitan(path):
+            from launcher.checkpoint.torchtitan import under_names_of
+
+            model = _needed_model(flags, path, "torchtitan's")
+            return under_names_of(SourceCheckpoint.open(directory, tag), model)
+        _check_model_is_needed(flags)
+        return SourceCheckpoint.open(directory, tag)
     from launcher.checkpoint.megatron.reader import open_megatron
 
     return open_megatron(found, _needed_model(flags, found, "Megatron-Core's"))
-
-
-def _under_names(flags: Any, stored: SourceCheckpoint) -> SourceCheckpoint:
-    """Return a checkpoint under transformers' names, which all but torchtitan's have."""
-    from launcher.checkpoint.torchtitan import is_torchtitan, under_names_of
-
-    if is_torchtitan(stored):
-        return under_names_of(stored, _needed_model(flags, stored.path, "torchtitan's"))
-    _check_model_is_needed(flags)
-    return stored
 
 
 def _needed_model(flags: Any, directory: Path, whose: str) -> str:

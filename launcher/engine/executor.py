@@ -16,7 +16,6 @@ from launcher.engine.batches import call, loss_in, outputs_in, to_device
 from launcher.engine.finite import can_step_in_backward
 from launcher.engine.gradient_plan import flush
 from launcher.errors import ConfigError, MisplacedCallError
-from launcher.optim.in_backward import OptimizerInBackward
 from launcher.pipeline.executor.batches import share
 from launcher.tensor.split_model import loss_only
 from launcher.tensor.weight_gradients import DeferredWeightGrads, GradientBuffer, adding_in
@@ -24,6 +23,7 @@ from launcher.zero.reduce import BackwardPlan
 
 if TYPE_CHECKING:
     from launcher.engine.core import EngineCore
+    from launcher.optim.in_backward import OptimizerInBackward
 
 
 class EngineExecutor:
@@ -190,6 +190,8 @@ def listener_of(engine: EngineCore) -> OptimizerInBackward | None:
     optimizer = engine.optimizer
     if optimizer is None or not can_step_in_backward(engine):
         return None
+    from launcher.optim.in_backward import OptimizerInBackward
+
     return OptimizerInBackward(optimizer, lambda: 1 / engine.gradient_divisor())
 
 

@@ -18,8 +18,8 @@ from launcher.checkpoint.ranks import CollectiveErrors
 from launcher.checkpoint.reader import read_metadata, shapes_of
 from launcher.engine.whole import of_stages, tied_names
 from launcher.errors import CheckpointError
-from launcher.models.names import persistent_buffers
 from launcher.models.settings import differences, settings_of
+from launcher.models.state_names import persistent_buffers
 from launcher.optim.saved_groups import saved_groups
 from launcher.optim.schedules import Schedule
 
@@ -107,7 +107,7 @@ def _check_ties(path: Path, metadata: Metadata, ties: dict[str, str]) -> None:
     for other, name in ties.items():
         if f"model/{other}" in shapes and f"model/{name}" in shapes:
             pair = {f"model/{n}": torch.empty(shapes[f"model/{n}"]) for n in (other, name)}
-            store.read_on(path, metadata, pair)
+            store.reading(path, metadata)(pair)
             if not torch.equal(*pair.values()):
                 raise CheckpointError(
                     f"The checkpoint has other values for {other} than for {name}, and the model ties them.",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launcher.comm.plain import gather_plain
 from launcher.errors import ConfigError
-from launcher.models.names import SINGLE_FILE
+from launcher.models.safetensors_format import SINGLE_FILE
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine

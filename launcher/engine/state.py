@@ -20,8 +20,8 @@ from launcher.engine.random_state import random_states, restore_random_states
 from launcher.engine.rates import tell_options, tell_rates
 from launcher.engine.whole import tied_names
 from launcher.errors import CheckpointError
-from launcher.models.names import persistent_buffers
 from launcher.models.settings import settings_of
+from launcher.models.state_names import persistent_buffers
 from launcher.offload.offloaded import OffloadedSlice, PrefetchWindow, in_turn
 from launcher.optim.saved_groups import saved_groups, schedule_of
 from launcher.zero import ParamSlice

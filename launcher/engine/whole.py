@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from launcher.checkpoint import export
 from launcher.comm.p2p import P2PChannel
 from launcher.comm.plain import gather_plain
 from launcher.errors import CheckpointError
 from launcher.models.companions import write_companions
 from launcher.models.hub_layout import HubLayout
-from launcher.models.names import persistent_buffers
 from launcher.models.stacked_names import all_apart
+from launcher.models.state_names import persistent_buffers
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -39,6 +38,8 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
     Raises:
         CheckpointError: on every rank: they could not be written.
     """
+    from launcher.checkpoint import export
+
     writer = engine.global_rank == 0
     with _Whole(engine) as whole:
         layout = HubLayout(engine.module)
@@ -60,12 +61,15 @@ def export_pickle(engine: Engine, path: Path, exclude_frozen: bool = False) -> N
     Raises:
         CheckpointError: on every rank: they could not be written.
     """
+    from launcher.checkpoint.durable import DurableFile, temporary_file
+
     state = whole_state_dict(engine, exclude_frozen)
     with _failing_together(path):
         if state is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with export.temporary_file(path) as temporary:
-                torch.save(state, temporary)
+            with temporary_file(path) as temporary, DurableFile(temporary) as file:
+                torch.save(state, file)
+                file.finish()
             write_companions(engine.module, path.parent, engine.zero.policy.param_dtype)
 
 

@@ -14,8 +14,8 @@ from torch.func import functional_call
 from launcher.comm import Axis
 from launcher.errors import LauncherError, ShardedParameterError
 from launcher.experts.dispatch import Routing, combine, dispatch
-from launcher.models.names import persistent_buffers
 from launcher.models.stacked_names import JOINED, apart, names_apart
+from launcher.models.state_names import persistent_buffers
 from launcher.models.units import SPREAD, SPREAD_OVER
 
 _ALONE = Axis("ep")

@@ -15,22 +15,8 @@ from transformers import PreTrainedModel
 
 from launcher.errors import CheckpointError
 from launcher.models.fused import FusedExperts
-from launcher.models.names import INDEX_FILE, SINGLE_FILE, match_names
-
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+from launcher.models.names import match_names
+from launcher.models.safetensors_format import DTYPE_OF_NAME, INDEX_FILE, SINGLE_FILE
 
 
 @dataclass(frozen=True)
@@ -132,7 +118,9 @@ class SafetensorsSource:
             file = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 stored = file.get_slice(name)
-                self._infos[name] = TensorInfo(tuple(stored.get_shape()), DTYPES[stored.get_dtype()], path)
+                self._infos[name] = TensorInfo(
+                    tuple(stored.get_shape()), DTYPE_OF_NAME[stored.get_dtype()], path
+                )
         except KeyError as error:
             raise CheckpointError(
                 f"{path} stores tensors of the unknown dtype {error}.",

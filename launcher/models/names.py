@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +14,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from launcher.errors import CheckpointError
+from launcher.models.state_names import persistent_buffers
 
 if TYPE_CHECKING:
     from launcher.models.load import SafetensorsSource
-
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 _COMPARE = 1 << 22
@@ -87,27 +84,6 @@ def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
 def _persistent(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from persistent_buffers(model)
-
-
-def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield the name and buffer of what state_dict() has beside the parameters."""
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{key}" if prefix else key), buffer
-
-
-def places_of(model: nn.Module) -> Callable[[str], int]:
-    """Return where a name stands in the order of state_dict(), as the model is now; what it gets later comes last."""
-    names = [
-        f"{prefix}.{key}" if prefix else key
-        for prefix, module in model.named_modules()
-        for tensors in (module._parameters, module._buffers)
-        for key, tensor in tensors.items()
-        if tensor is not None and key not in module._non_persistent_buffers_set
-    ]
-    places = {name: place for place, name in enumerate(names)}
-    return lambda name: places.get(name, len(places))
 
 
 def _target(

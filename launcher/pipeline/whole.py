@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from launcher.models.names import places_of
+from launcher.models.state_names import places_of
 from launcher.models.units import unit_modules
 from launcher.pipeline.crossing import Signature, StageBoundary
 

@@ -23,6 +23,7 @@ PLAIN = """
 import sys, torch, launcher
 config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
 launcher.initialize(model=torch.nn.Linear(2, 2), config=config, device=torch.device("cpu"))
+print("transformers" in sys.modules)
 print(*[name for name in sys.modules if name.partition(".")[0] == "launcher"])
 """
 
@@ -32,6 +33,9 @@ def test_what_a_run_does_not_use_is_not_imported() -> None:
     """Features are imported where the JSON asks for them: import them inside the branch that does."""
     done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True)
     loaded = done.stdout.splitlines()[-1].split()
+    assert done.stdout.splitlines()[-2] == "False", (
+        "transformers takes seconds, and a plain model needs none of it"
+    )
     assert len(loaded) <= MODULES
     features = (
         "pipeline.hf",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from launcher.checkpoint.export import temporary_file
+from launcher.checkpoint.durable import DurableFile, temporary_file
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
@@ -41,8 +41,9 @@ class _Pickler(pickle._Pickler):
 def save(content: Any, path: Path) -> None:
     """Write a file as torch.save does; it gets its name when it is complete."""
     module = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
-    with temporary_file(path) as unfinished:
-        torch.save(content, unfinished, pickle_module=module)
+    with temporary_file(path) as unfinished, DurableFile(unfinished) as file:
+        torch.save(content, file, pickle_module=module)
+        file.finish()
 
 
 def fragment(start: int, count: int) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import Metadata, StorageReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
@@ -27,40 +29,44 @@ def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
     Raises:
         CheckpointError: they differ.
     """
-    for path in find(directory).all[share::shares]:
-        if not zipfile.is_zipfile(path):
-            continue  # of a torch before 1.6: it has no checksums
-        try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-        except (
-            OSError,
-            zipfile.BadZipFile,
-            EOFError,
-            NotImplementedError,
-            ValueError,
-        ) as error:  # a changed header says anything
-            damaged = str(error)
-        if damaged:
-            raise CheckpointError(
-                f"{path} is damaged: {damaged} is not what was written.",
-                where=str(path),
-                fix="copy the file again, or load another checkpoint (tag)",
-            )
+    mine = find(directory).all[share::shares]
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(_check_file, mine))
+
+
+def _check_file(path: Path) -> None:
+    if not zipfile.is_zipfile(path):
+        return  # of a torch before 1.6: it has no checksums
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (
+        OSError,
+        zipfile.BadZipFile,
+        EOFError,
+        NotImplementedError,
+        ValueError,
+    ) as error:  # a changed header says anything
+        damaged = str(error)
+    if damaged:
+        raise CheckpointError(
+            f"{path} is damaged: {damaged} is not what was written.",
+            where=str(path),
+            fix="copy the file again, or load another checkpoint (tag)",
+        )
 
 
 class DeepSpeedReader(StorageReader):
     """Reads boxes of logical tensors out of DeepSpeed's files."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
         self._content: Content = open_content(directory)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return metadata_of(self._directory)
+        return self._content.metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

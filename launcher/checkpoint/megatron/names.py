@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.checkpoint.heads import AttentionHeads
 from launcher.errors import CheckpointError
 
 LAYERS = "decoder.layers."
@@ -214,16 +215,5 @@ def _made(
     there = {name: shapes[name] for name in sources if name in shapes}
     if len(there) != len(sources):  # a part of them would be told by `tensors_of`
         return None
-    order = _by_head(config, there) if rule.by_head else None
+    order = AttentionHeads.of(config).by_group() if rule.by_head else None
     return MegatronTensor(rule.names, layer, there, order, rule.transposed)
-
-
-def _by_head(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-    """Return the rows of q, k and v, which lie one after the other, by group of heads."""
-    heads = int(config.num_attention_heads)
-    groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    rows = sum(shape[-1] if len(shapes) == 1 else shape[0] for shape in shapes.values())
-    width = rows // (heads + 2 * groups)  # of a head
-    q = torch.arange(heads * width).view(groups, -1)
-    k = torch.arange(groups * width).view(groups, width) + heads * width
-    return torch.cat((q, k, k + groups * width), dim=1).view(-1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from launcher.checkpoint.deepspeed.write import new_directory
+from launcher.checkpoint.durable import DurableFile, write_durably
 from launcher.checkpoint.hub_model import check_model
 from launcher.checkpoint.megatron.common import common_of
 from launcher.checkpoint.megatron.names import LAYERS, MegatronTensor, tensors_of
 from launcher.checkpoint.names import BACKEND_FILE, COMMON_FILE, ITERATION_FILE, LATEST_FILE, METADATA_FILE
 from launcher.checkpoint.source import SourceCheckpoint
-from launcher.checkpoint.tags import write_durably
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta, load_config
 
@@ -72,12 +71,11 @@ def write_megatron(stored: SourceCheckpoint, model: str, out: Path) -> Path:
         )
     with new_directory(out, f"iter_{step:07d}") as directory:
         writer = _Writer(directory / FILE, stored, made.config)
-        with (directory / FILE).open("wb") as file:
+        with DurableFile(directory / FILE) as file:
             for tensor in tensors:
                 writer.write(file, tensor)
             writer.write_stateless(file)
-            file.flush()
-            os.fsync(file.fileno())
+            file.finish()
         (directory / METADATA_FILE).write_bytes(pickle.dumps(writer.metadata))
         torch.save(common_of(stored, step, made.config), directory / COMMON_FILE)
         backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from launcher.models.activation import recomputing
-from launcher.models.names import places_of
+from launcher.models.state_names import places_of
 from launcher.pipeline.crossing import Signature, TensorShape
 from launcher.pipeline.hf.origins import Origin
 from launcher.pipeline.hf.parts import ModelParts, around, parts_of

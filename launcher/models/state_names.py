@@ -1,0 +1,29 @@
+"""The names in a model's state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+
+def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield the name and buffer of what state_dict() has beside the parameters."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{key}" if prefix else key), buffer
+
+
+def places_of(model: nn.Module) -> Callable[[str], int]:
+    """Return where a name stands in the order of state_dict(), as the model is now; what it gets later comes last."""
+    names = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for tensors in (module._parameters, module._buffers)
+        for key, tensor in tensors.items()
+        if tensor is not None and key not in module._non_persistent_buffers_set
+    ]
+    places = {name: place for place, name in enumerate(names)}
+    return lambda name: places.get(name, len(places))
