@@ -12,6 +12,7 @@ from launcher.checkpoint import store
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.source import SourceCheckpoint, there_already
 from launcher.comm.plain import encode
+from launcher.errors import CheckpointError
 from launcher.tensor.split import Split
 
 
@@ -19,12 +20,19 @@ def copy(stored: SourceCheckpoint, out: Path) -> Path:
     """Write a checkpoint, DeepSpeed's for example, as one of launcher's in `out`; return its directory.
 
     Raises:
-        CheckpointError: it is damaged, or `out` has one of that tag.
+        CheckpointError: it is damaged, or `out` has one of that tag, or is a part of it.
     """
     if (out / stored.tag).exists():
         raise there_already(out / stored.tag)
+    if out.resolve().is_relative_to(stored.path.resolve()):
+        raise CheckpointError(
+            f"{out} is inside the checkpoint that is read.",
+            where=str(out),
+            fix="name another directory to write into",
+        )
     tensors = {name: _lazily(stored, name) for name in stored.entries}
     meta = {key: encode(value) for key, value in stored.meta.items() if key != "writer"}
+    meta |= {"imported_from": stored.meta["writer"]} if "writer" in stored.meta else {}
     store.save(out, stored.tag, tensors, meta)
     return out / stored.tag
 

@@ -77,11 +77,15 @@ def write_safetensors(
     """
     shards = _shards([_plan(*entry) for entry in entries], max_shard_size)
     export = _Export(Path(path_dir), shards)
-    for number, shard in enumerate(shards):
-        export.begin(number, writer)
-        for planned in shard:
-            export.write(planned, planned.fetch())
-        export.end()
+    try:
+        for number, shard in enumerate(shards):
+            export.begin(number, writer)
+            for planned in shard:
+                export.write(planned, planned.fetch())
+            export.end()
+    except BaseException as error:  # Ctrl-C, too, leaves nothing
+        export.discard(error)
+        raise
     return export.finish() if writer else []
 
 
@@ -104,7 +108,7 @@ class _Export:
             self._file = DurableFile(self._temporary(self.names[number]))
             self._file.write(_header(self.shards[number]))
         except OSError as error:
-            self._fail(error)
+            self.discard(error)
 
     def write(self, planned: _PlannedTensor, tensor: torch.Tensor | None) -> None:
         if self._file is None:
@@ -112,7 +116,7 @@ class _Export:
         try:
             _write_tensor(self._file, planned, tensor)
         except (OSError, CheckpointError) as error:
-            self._fail(error)
+            self.discard(error)
 
     def end(self) -> None:
         if self._file is None:
@@ -122,7 +126,7 @@ class _Export:
             self._file.close()
             self._file = None
         except OSError as error:
-            self._fail(error)
+            self.discard(error)
 
     def finish(self) -> list[Path]:
         """Give the files their names."""
@@ -130,7 +134,7 @@ class _Export:
             try:
                 return self._publish()
             except OSError as error:
-                self._fail(error)
+                self.discard(error)
         if isinstance(self.failure, CheckpointError):
             raise self.failure
         raise CheckpointError(
@@ -158,7 +162,8 @@ class _Export:
     def _temporary(self, name: str) -> Path:
         return self._own[name]
 
-    def _fail(self, error: BaseException) -> None:
+    def discard(self, error: BaseException) -> None:
+        """Write no more, and remove what was written."""
         self.failure = error
         if self._file is not None:
             with contextlib.suppress(OSError):  # closing flushes, and may fail for the same reason

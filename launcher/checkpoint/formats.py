@@ -13,6 +13,7 @@ from launcher.checkpoint.checksums import check_blocks
 from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.checkpoint.names import are_torchtitan, fsdp_directories
 from launcher.checkpoint.reader import SafeReader
+from launcher.errors import CheckpointError
 
 
 def foreign_meta(where: Path) -> dict[str, Any] | None:
@@ -35,6 +36,20 @@ def is_torchtitan(where: Path) -> bool:
     from launcher.checkpoint.fsdp import open_fsdp
 
     return are_torchtitan(open_fsdp(where).metadata.state_dict_metadata)
+
+
+def refuse_torchtitan(where: Path) -> None:
+    """Say what to do with a checkpoint whose parameters have other names.
+
+    Raises:
+        CheckpointError: it is torchtitan's.
+    """
+    if is_torchtitan(where):
+        raise CheckpointError(
+            f"{where} is a checkpoint of torchtitan's, whose parameters have other names: it is not loaded.",
+            where=str(where),
+            fix=f"launch import {where} OUT --model M, and load OUT",
+        )
 
 
 def check_bytes(where: Path, share: int, shares: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,13 +23,22 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from launcher.checkpoint.deepspeed.meta import OPTIONS, types_of
 from launcher.checkpoint.deepspeed.unpickle import plain
-from launcher.checkpoint.names import META_FILE, METADATA_FILE, fsdp_directories
-from launcher.checkpoint.reader import read_chunk, read_stored
+from launcher.checkpoint.names import (
+    DCP,
+    META_FILE,
+    METADATA_FILE,
+    TORCHTITAN,
+    are_torchtitan,
+    fsdp_directories,
+)
+from launcher.checkpoint.place_in_schedule import place_in_schedule
+from launcher.checkpoint.reader import overlap, read_chunk, read_stored
 from launcher.comm.plain import encode
 from launcher.errors import CheckpointError
 
 logger = logging.getLogger("launcher")
 
+_STEP = "scalar/step/"
 _MODEL, _STATE, _GROUPS = "model", "state", "param_groups"
 
 
@@ -84,7 +94,7 @@ class FsdpContent:
             if part is None or part.root not in optimizers:
                 name = _weight(path, nested=nested) if is_tensor else None
                 if name is None:
-                    self.left.add(".".join(map(str, path[:3])))
+                    self.left.add(str(path[0]))
                 else:
                     self._put(directory, stored.state_dict_metadata[key], places[key], name)
             elif part.kind == _GROUPS:
@@ -115,27 +125,60 @@ class FsdpContent:
             raise _unread(
                 self.directory, f"it has no weights under {_MODEL!r}, where programs of FSDP2 put them"
             )
+        self._check_states()
         of_states = {name.split("/", 2)[2] for name in names if not name.startswith("model/")}
         # torchtitan saves the weights of q, k and v apart, and their moments as one.
         own = {name: {f"model/{name}", f"model/{name.replace('.wqkv.', '.wq.')}"} for name in of_states}
         if odd := sorted(name for name in of_states if not own[name] & names.keys()):
             raise _unread(
-                self.directory, f"the optimizer has states of {odd[0]!r}, which is no parameter's name"
+                self.directory,
+                f"it has the optimizer's states of {', '.join(odd[:3])}, and no {'weights' if odd[1:] else 'weight'} "
+                "of that name",
             )
         for relative, end in _ends(self.metadata.storage_data):
             path = self.directory / relative
             if not path.is_file() or path.stat().st_size < end:
                 raise _damaged(path, "it is too short" if path.is_file() else "it is missing")
 
+    def tell_stateless(self) -> None:
+        """Say which parameters have no state, where others of the optimizer have one: they begin anew."""
+        names = self.metadata.state_dict_metadata
+        kept = {name.split("/", 2)[2] for name in names if name.startswith(("optimizer/", "scalar/"))}
+        members = {name for group in self._groups()[1] for name in group} if kept else set[str]()
+        if lacking := sorted(members - kept):
+            logger.warning(
+                "%s has no state of %d of the parameters that the optimizer steps, which begin anew: %s%s",
+                self.directory, len(lacking), ", ".join(lacking[:3]), ", ..." if lacking[3:] else "",
+            )  # fmt: skip
+
+    def _check_states(self) -> None:
+        """Check that states are numbers, that Adam's moments have their count of steps, and that chunks are apart."""
+        every = self.metadata.state_dict_metadata.items()
+        entries = {name: entry for name, entry in every if isinstance(entry, TensorStorageMetadata)}
+        states = {name: entry for name, entry in entries.items() if name.startswith("optimizer/")}
+        if odd := [n for n, e in states.items() if n.startswith("optimizer/step/") or not _is_real(e)]:
+            size, dtype = list(states[odd[0]].size), states[odd[0]].properties.dtype
+            raise _unread(self.directory, f"{odd[0]} is of the shape {size} and the dtype {dtype}")
+        counted = {name.removeprefix(_STEP) for name in entries if name.startswith(_STEP)}
+        moments = {name.split("/", 2)[2] for name in states if name.startswith("optimizer/exp_avg")}
+        if lacking := sorted(moments - counted):
+            raise _unread(self.directory, f"it has moments of {lacking[0]}, and not how many steps made them")
+        for name, entry in entries.items():
+            if overlap(entry.chunks):
+                raise _damaged(self.directory / METADATA_FILE, f"chunks of {name} overlap")
+
     def _steps(self) -> int:
         """Return the steps that were made."""
-        places = self.metadata.storage_data.items()
-        found = [
-            int(_loaded(self.directory, info))
-            for index, info in places
-            if index.fqn.startswith("scalar/step/")
-        ]
-        return max(found, default=0)
+        found = [0]
+        for index, info in self.metadata.storage_data.items():
+            if index.fqn.startswith(_STEP):
+                count = _loaded(self.directory, info)
+                if not (_is_real(count) and math.isfinite(count) and count >= 0):
+                    raise _unread(
+                        self.directory, f"the count of steps of {index.fqn.removeprefix(_STEP)} is {count}"
+                    )
+                found.append(int(count))
+        return max(found)
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -147,12 +190,12 @@ class FsdpContent:
         made = {
             "global_steps": steps, "global_samples": 0, "micro_steps": steps, "skipped_steps": 0,
             "loss_scale": {"dynamic": False, "scale": 1.0, "tolerance": 1, "step": 0, "last_overflow": -1},
-            "scheduler": None,
+            "scheduler": place_in_schedule(steps),
             "optimizer": {"type": types_of(frozenset(states), {}), "param_groups": options, "names": names}
             if options
             else None,
-            "world_size": 1, "writer": "torch.distributed.checkpoint", "config": {}, "model": None, "tied": {},
-            "client_state": {},
+            "world_size": 1, "writer": TORCHTITAN if are_torchtitan(self.metadata.state_dict_metadata) else DCP,
+            "config": {}, "model": None, "tied": {}, "client_state": {},
         }  # fmt: skip
         return {key: encode(value) for key, value in made.items()}
 
@@ -163,6 +206,10 @@ class FsdpContent:
         for (_, whose), said in self.options.items():
             names = list(said["params"]) if "params" in said else [str(whose)]
             own = {key: said[key] for key in OPTIONS if key in said and plain(said[key])}
+            if not isinstance(own.get("lr", 0.0), int | float) or not math.isfinite(own.get("lr", 0.0)):
+                raise _unread(
+                    self.directory, f"the learning rate of {names[0] if names else whose} is {own['lr']!r}"
+                )
             if isinstance(whose, str) and own in options:
                 members[options.index(own)] += names
             else:
@@ -192,8 +239,9 @@ def _opened(directory: Path, changed: object) -> FsdpContent:
         except (KeyError, AttributeError, TypeError, ValueError) as error:  # names that do not fit together
             raise _damaged(place / METADATA_FILE, f"{type(error).__name__}: {error}") from error
     content.check()
+    content.tell_stateless()
     if content.left:
-        logger.warning("of %s this is not loaded: %s", directory, ", ".join(sorted(content.left)))
+        logger.warning("of %s this has no place in launcher: %s", directory, ", ".join(sorted(content.left)))
     return content
 
 
@@ -238,6 +286,15 @@ def _places(stored: Metadata) -> dict[str, list[tuple[MetadataIndex, Any]]]:
     for index, info in stored.storage_data.items():
         found[index.fqn].append((index, info))
     return found
+
+
+_WHOLE = (torch.int32, torch.int64)
+
+
+def _is_real(tensor: Any) -> bool:
+    """Return whether a stored tensor has floating-point numbers; counts may be whole ones."""
+    entry = getattr(tensor, "properties", tensor)
+    return isinstance(entry, int | float) or entry.dtype.is_floating_point or entry.dtype in _WHOLE
 
 
 def _value(directory: Path, info: Any) -> Any:

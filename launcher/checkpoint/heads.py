@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.errors import CheckpointError
+
 
 @dataclass(frozen=True)
 class AttentionHeads:
@@ -25,11 +27,25 @@ class AttentionHeads:
 
     @classmethod
     def of(cls, config: Any) -> AttentionHeads:
-        """Return those of a model of transformers."""
+        """Return those of a model of transformers.
+
+        Raises:
+            CheckpointError: heads of q cannot share those of k and v, or rows of a head cannot be turned in pairs.
+        """
         queries = int(config.num_attention_heads)
         groups = int(getattr(config, "num_key_value_heads", None) or queries)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
+        if queries % groups or width % 2:
+            raise CheckpointError(
+                f"{queries} heads of q and {groups} of k and v, of {width} rows each, are those of no model.",
+                where="--model: num_attention_heads, num_key_value_heads, head_dim",
+                fix="name the model that was trained",
+            )
         return cls(queries, groups, width)
+
+    def __str__(self) -> str:
+        keys = "" if self.groups == self.queries else f", {self.groups} of keys and values"
+        return f"{self.queries} heads{keys}, of {self.width} rows each"
 
     @property
     def rows(self) -> int:

@@ -16,6 +16,7 @@ from launcher.models.build import build_on_meta, load_config
 from launcher.models.companions import CONFIG, adopt_generation, source_of, write_companions
 from launcher.models.hub_layout import HubLayout
 from launcher.models.packaged import unpacked
+from launcher.models.settings import differences, settings_of
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 """Files of tokenizers."""
@@ -74,7 +75,9 @@ def check_model(stored: SourceCheckpoint, model: Any, named: str) -> None:
     """
     ties = ties_of(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    was, now = stored.meta.get("model"), settings_of(model)
     problems = [
+        *(differences(was, now) if was and now else ()),
         *(f"{name} is not there" for name in shapes if name not in stored.shapes),
         *(
             f"{name} is none of the model's"
@@ -91,14 +94,23 @@ def check_model(stored: SourceCheckpoint, model: Any, named: str) -> None:
             for name, shape in stored.shapes.items()
             if shape != shapes.get(name, shape)
         ),
+        *(
+            f"{key} has the shape {list(entry.size)}, not {list(shapes[name])}"
+            for key, entry in stored.entries.items()
+            if key.startswith("optimizer/")
+            and (name := key.split("/", 2)[2]) in shapes
+            and tuple(entry.size) != shapes[name]
+        ),
     ]
     if problems:
+        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        adapters = any("lora_" in name for name in stored.shapes)
         raise CheckpointError(
-            f"{stored.path} is not a checkpoint of the model {named}: {'; '.join(problems[:4])}"
-            f"{'; ...' if len(problems) > 4 else ''}.",
+            f"{stored.path} is not a checkpoint of the model {named}: {'; '.join(problems[:4])}{more}.",
             where=str(stored.path),
-            fix="name the model that was trained. Adapters (LoRA) are merged in Python: --format fp32 writes their "
-            "weights alone",
+            fix="adapters (LoRA) are merged in Python: --format fp32 writes their weights alone"
+            if adapters
+            else "name the model that was trained",
         )
 
 

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.checkpoint import formats, store, tags
 from launcher.checkpoint.megatron.opened import WRITER, MegatronFiles, directory_of
-from launcher.checkpoint.names import is_megatron
+from launcher.checkpoint.names import TORCHTITAN, is_megatron
+from launcher.checkpoint.place_in_schedule import steps_in_schedule
 from launcher.checkpoint.reader import read_metadata
 from launcher.comm.plain import decode
 
@@ -97,6 +98,7 @@ class Inspected:
                 self._checksums(),
             ),
             ("other tags", ", ".join(self.others)),
+            ("to use it", f"launch import {self.path} OUT --model M" if self._is_imported else ""),
         ]
         told = [f"{self.path}: {self.kind}", *(f"  {label:<24} {text}" for label, text in rows if text)]
         if tensors:
@@ -106,6 +108,10 @@ class Inspected:
                 f"{name:<{width}}  {dtype:<9} {list(shape)}" for name, (shape, dtype) in self.tensors.items()
             ]
         return told
+
+    @property
+    def _is_imported(self) -> bool:
+        return self.meta.get("writer") in (WRITER, TORCHTITAN)
 
     def _checksums(self) -> str:
         if not self.verified:
@@ -207,4 +213,6 @@ def _kind(path: Path, meta: dict[str, Any]) -> str:
 
 def _iteration(schedule: Any) -> str:
     at = schedule.get("last_batch_iteration") if isinstance(schedule, dict) else None
+    if (steps := steps_in_schedule(schedule)) is not None:
+        return f"its state is not there; that of a run goes on at step {steps}"
     return "" if schedule is None else "its state is there" if at is None else f"at iteration {at}"

@@ -21,6 +21,10 @@ OF_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 """Directories of model and optimizer where accelerate wrote them with FSDP2."""
 
 
+DCP, TORCHTITAN = "torch.distributed.checkpoint", "torchtitan"
+"""Writers of checkpoints, as an engine's meta has them."""
+
+
 def is_megatron(path: Path) -> bool:
     """Return whether a directory is one checkpoint in Megatron-Core's torch_dist format."""
     return all((path / name).is_file() for name in (METADATA_FILE, COMMON_FILE, BACKEND_FILE))

@@ -52,6 +52,8 @@ class CollectiveErrors:
         try:
             result = work()
         except (Exception, CheckpointException) as error:
+            if self.alone and _was_interrupted(error):
+                raise KeyboardInterrupt from error
             cause, failure = error, _describe(error, None if self.alone else self.rank)
         failures = self._gather(failure)
         if not any(failures):
@@ -102,6 +104,12 @@ def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     everyone = dist.new_group(backend="gloo")
     groups = {name: dist.new_group(ranks, backend="gloo") for name, ranks in members.items()}
     return everyone, groups[mine]
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    """Return whether it is Ctrl-C, which torch.distributed.checkpoint wraps."""
+    inner = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return any(isinstance(failure[0], KeyboardInterrupt) for failure in inner)
 
 
 def root_cause(error: BaseException) -> BaseException:

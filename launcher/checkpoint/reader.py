@@ -12,7 +12,7 @@ import math
 import pickle
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
@@ -20,7 +20,12 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -140,6 +145,18 @@ def incomplete(metadata: Metadata) -> list[str]:
     ]
 
 
+def overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Return whether two stored chunks of a tensor have an element in common."""
+    boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if math.prod(chunk.sizes))
+    for number, (start, size) in enumerate(boxes):
+        for other, other_size in boxes[number + 1 :]:
+            if not start or other[0] >= start[0] + size[0]:
+                break  # sorted: those that follow begin later, too
+            if common_volume(start, size, other, other_size):
+                return True
+    return len(boxes) > 1 and not boxes[0][0]
+
+
 def covers(metadata: Metadata, name: str, wanted: torch.Tensor) -> bool:
     """Return whether the stored chunks of a tensor have every element of `wanted`: a whole tensor or a flat slice."""
     entry = metadata.state_dict_metadata[name]
@@ -191,7 +208,9 @@ def quietly(work: Callable[[], T]) -> T:
         return work()
 
 
-def common_volume(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> int:
+def common_volume(
+    start: Sequence[int], size: Sequence[int], other: Sequence[int], other_size: Sequence[int]
+) -> int:
     """Return the elements that two boxes share."""
     spans = zip(start, size, other, other_size, strict=True)
     return math.prod(max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in spans)

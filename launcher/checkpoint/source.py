@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.checkpoint import formats, store, tags
+from launcher.checkpoint.place_in_schedule import steps_in_schedule
 from launcher.checkpoint.reader import read_metadata
 from launcher.checkpoint.slices import FlatSlice
 from launcher.comm.plain import decode
@@ -166,6 +167,8 @@ class SourceCheckpoint:
     def schedule(self) -> Any:
         """Return the state of the schedule, as DeepSpeed's schedules have it."""
         state = self.meta["scheduler"]
+        if (steps := steps_in_schedule(state)) is not None:
+            return {"last_batch_iteration": steps - 1}
         if isinstance(state, dict) and "last_batch_iteration" in state:
             return {"last_batch_iteration": state["last_batch_iteration"]}
         return state

@@ -99,7 +99,7 @@ def save(
     text = ranks.together(lambda: _check_arguments(tag, meta))
     tag = ranks.agreed("tag", tag, on_other_tags)
     try:
-        ranks.on_first(lambda: tags.start(path, tag))
+        ranks.on_first(lambda: _start(path, tag, ranks))
         temporary = tags.temporary_path(path, tag)
         ranks.together(lambda: _check_visible(temporary))
         if node is not None:
@@ -134,6 +134,7 @@ def find(
     ranks.agreed("checkpoint to load", "none" if found is None else found[0])
     if found is None:
         return None
+    ranks.together(lambda: formats.refuse_torchtitan(tags.tag_path(Path(directory), found[0])))
     _check_bytes(Path(directory), found[0], ranks)
     return found
 
@@ -167,6 +168,7 @@ def peek(directory: Path, tag: str | None) -> dict[str, Any]:
     where = tags.path_to_load(directory, tag)
     if where is None:
         raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
+    formats.refuse_torchtitan(where)
     meta = formats.foreign_meta(where)
     return tags.read_meta(where).meta if meta is None else meta
 
@@ -183,21 +185,16 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
         tags.refuse_foreign(path)
         if missing_ok:
             if tell:
-                logger.warning(
-                    "%s: there is no file `%s` in it, so no checkpoint is loaded", path, tags.LATEST_FILE
-                )
+                logger.warning("%s, so no checkpoint is loaded", _nothing_latest(path))
             return None
-        known, below = (
-            list_tags(path),
-            sorted(file.parent.name for file in path.glob(f"*/{tags.LATEST_FILE}")),
-        )
-        fix = (
-            f"name one of the directories in it: {', '.join(below[-5:])}" if below else "check the directory"
-        )
+        known = tags.tags_there(path)
+        below = sorted(file.parent.name for file in path.glob(f"*/{tags.LATEST_FILE}"))
+        some = ("... " if len(below) > 5 else "") + ", ".join(below[-5:])
+        fix = f"name one of the directories in it: {some}" if below else "check the directory"
         raise CheckpointError(
             f"{path} does not say which checkpoint is the latest: there is no file {tags.LATEST_FILE!r}.",
             where=str(path),
-            fix=f"name the tag: {', '.join(known[-5:])}" if known else fix,
+            fix=f"name the tag: {known}" if known else fix,
         )
     where = tags.tag_path(path, chosen)
     if (meta := formats.foreign_meta(where)) is not None:
@@ -220,6 +217,14 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
     if tell and note:
         warnings.warn(note, stacklevel=3)
     return chosen, content.meta
+
+
+def _nothing_latest(path: Path) -> str:
+    if not path.is_dir():
+        return f"there is no directory {path}"
+    there = tags.tags_there(path)
+    others = f" ({there} can be loaded by the tag)" if there else ""
+    return f"{path}: there is no file `{tags.LATEST_FILE}` in it{others}"
 
 
 def _check_bytes(path: Path, tag: str, ranks: CollectiveErrors) -> None:
@@ -321,6 +326,21 @@ def _check_arguments(tag: str, meta: Mapping[str, Any]) -> str:
         raise CheckpointError(f"meta cannot be written as JSON: {error}", fix="pass plain values") from error
 
 
+def _start(path: Path, tag: str, ranks: CollectiveErrors) -> None:
+    try:
+        tags.start(path, tag)
+    except tags.WrittenByAnother as error:
+        raise (error if ranks.node is None else _shared(path)) from error
+
+
+def _shared(directory: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} is shared by several nodes.",
+        where="checkpoint.use_node_local_storage",
+        fix="save to a directory on each node's own disk, or write false: all nodes then save together",
+    )
+
+
 def _check_visible(temporary: Path) -> None:
     if not temporary.is_dir():
         raise CheckpointError(
@@ -337,11 +357,7 @@ def _check_separate(temporary: Path, ranks: CollectiveErrors) -> None:
 
     def look() -> None:
         if len(list(temporary.glob(".node-of-rank-*"))) != 1 or not mark.exists():
-            raise CheckpointError(
-                f"{temporary.parent} is shared by several nodes.",
-                where="checkpoint.use_node_local_storage",
-                fix="save to a directory on each node's own disk, or write false: all nodes then save together",
-            )
+            raise _shared(temporary.parent)
 
     ranks.on_first(look)
     ranks.on_first(mark.unlink)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.checkpoint.being_written import hold, is_being_written, let_go
 from launcher.checkpoint.checksums import FileChecksum, damaged, digest
 from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.checkpoint.durable import sync_directory, write_durably
@@ -24,6 +25,7 @@ from launcher.checkpoint.names import (
     ITERATION_FILE,
     LATEST_FILE,
     META_FILE,
+    METADATA_FILE,
     OLD,
     TMP,
     UNIVERSAL_FILE,
@@ -62,16 +64,26 @@ class CheckpointMeta:
     tag: str | None
 
 
+class WrittenByAnother(CheckpointError):
+    """Another process is saving under the same tag."""
+
+
 def check_tag(tag: str) -> str:
     """Return `tag` itself, if it can name a directory on every system.
 
     Raises:
         CheckpointError: it has other characters than letters, digits, `_`, `-`, `=`, `.`, or is the word `latest`.
     """
-    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST_FILE:
+    if tag == LATEST_FILE:
+        raise CheckpointError(
+            f"{LATEST_FILE!r} cannot be a tag: the file of that name says which checkpoint is the latest.",
+            fix="leave the tag out to load the latest checkpoint, or choose another word to save one",
+        )
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag):
         raise CheckpointError(
             f"{shortened(repr(tag))} is not a valid checkpoint tag.",
-            fix="use letters, digits, '_', '-', '=' and '.', and start with a letter or digit: global_step100",
+            fix="use letters, digits, '_', '-', '=' and '.', and start with a letter or digit: global_step100. To load "
+            "a checkpoint of another name, rename its directory, and write the new name into `latest`",
         )
     return tag
 
@@ -89,15 +101,27 @@ def tag_path(directory: Path, tag: str) -> Path:
     if is_foreign(directory / tag):
         return directory / tag
     refuse_foreign(directory / tag)
-    tags, absent = list_tags(directory), directory / tag / META_FILE
-    if not tags and directory.is_dir():
-        tags = sorted(path.name for path in directory.iterdir() if is_foreign(path))
+    _refuse_incomplete(directory / tag)
+    there, absent = tags_there(directory), directory / tag / META_FILE
     why = f" {absent} is missing." if (directory / tag).is_dir() else ""
     raise CheckpointError(
         f"{directory} has no checkpoint with the tag {tag!r}.{why}",
         where=str(directory),
-        fix=f"load one of: {', '.join(tags[-5:])}" if tags else "it has no checkpoints; check the directory",
+        fix=f"load one of: {there}" if there else "it has no checkpoints; check the directory",
     )
+
+
+def _refuse_incomplete(path: Path) -> None:
+    """Say which file a checkpoint of another program lacks, where others of it are there."""
+    kinds = (("*_optim_states.pt", "*_model_states.pt"), ("*.distcp", METADATA_FILE))
+    for there, lacks in kinds:
+        if (path / META_FILE).exists() or any(path.glob(lacks)) or not any(path.glob(there)):
+            continue
+        raise CheckpointError(
+            f"{path} has {there}, and no {lacks}.",
+            where=str(path),
+            fix="copy all files of the checkpoint, or load another one (tag)",
+        )
 
 
 def is_foreign(path: Path) -> bool:
@@ -132,7 +156,7 @@ def refuse_unread(path: Path) -> None:
         (
             is_megatron(path) or (path / ITERATION_FILE).is_file(),
             "Megatron-Core's, whose parameters have other names",
-            "launch import DIRECTORY OUT --model M, and load OUT",
+            f"launch import {path} OUT --model M, and load OUT",
         ),
         (
             any(path.glob("mp_rank_*/model_optim_rng.pt")),
@@ -166,6 +190,15 @@ def list_tags(directory: str | Path) -> list[str]:
     return sorted(times, key=lambda tag: (times[tag], tag))
 
 
+def tags_there(directory: Path) -> str:
+    """Return the newest tags in a directory, for people; of other programs where launcher saved none. "": none."""
+    found = list_tags(directory)
+    if not found and directory.is_dir():
+        foreign = [path.name for path in directory.iterdir() if is_foreign(path) or is_megatron(path)]
+        found = sorted(foreign, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+    return ("... " if len(found) > 5 else "") + ", ".join(found[-5:])
+
+
 def latest_tag(directory: str | Path, file: str = LATEST_FILE) -> str | None:
     """Return the tag that `latest`, or another file, names; None where there is no such file.
 
@@ -173,16 +206,17 @@ def latest_tag(directory: str | Path, file: str = LATEST_FILE) -> str | None:
         CheckpointError: the file cannot be read, or names no possible tag.
     """
     path = Path(directory) / file
-    known = ", ".join(list_tags(directory)[-5:])
-    fix = f"write one of the tags into it: {known}" if known else "name the tag of a checkpoint"
     try:
-        text = read_small(path, "the file", where=str(path), fix=fix, largest=LONGEST_LATEST)
+        text = read_small(path, "the file", where=str(path), fix="", largest=LONGEST_LATEST)
         return check_tag(text.strip())
     except (ConfigError, CheckpointError) as error:
         if not os.path.lexists(path):
             return None
+        there = tags_there(Path(directory))
         raise CheckpointError(
-            f"{path} does not name a checkpoint: {error.what}", where=str(path), fix=fix
+            f"{path} does not name a checkpoint: {error.what}",
+            where=str(path),
+            fix=f"write one of the tags into it: {there}" if there else "name the tag of a checkpoint",
         ) from error
 
 
@@ -209,7 +243,7 @@ def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
         raise CheckpointError(
             f"{file} names {named!r}, but there is no such checkpoint.",
             where=str(file),
-            fix=f"write one of these into it: {', '.join(known[-5:])}",
+            fix=f"write one of these into it: {tags_there(directory)}",
         )
     if newest is None or named == newest or named not in known:
         return named, None
@@ -259,17 +293,43 @@ def prune(directory: str | Path, keep: int) -> list[str]:
 
 
 def start(directory: Path, tag: str) -> Path:
-    """Clean up after killed saves and make the temporary directory of a new one."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Clean up after killed saves and make the temporary directory of a new one.
+
+    Raises:
+        WrittenByAnother: another process writes this tag.
+        CheckpointError: `directory` cannot be written into.
+    """
+    temporary = temporary_path(directory, tag)
+    let_go(temporary)  # of a save of this process that was interrupted
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _clean(directory, temporary)
+        temporary.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be written into: {error}",
+            where=str(directory),
+            fix="name a directory that can be made or written",
+        ) from error
+    hold(temporary)
+    return temporary
+
+
+def _clean(directory: Path, mine: Path) -> None:
+    """Remove what killed saves have left."""
     for path in directory.iterdir():
         if path.name.startswith(TMP):
-            shutil.rmtree(path)
+            if not is_being_written(path):
+                shutil.rmtree(path)
+            elif path == mine:
+                raise WrittenByAnother(
+                    f"Another process is writing {directory / tag_of(path)}.",
+                    where=str(path),
+                    fix="wait until it is done, or write into another directory",
+                )
         elif path.name.startswith(OLD):
             whole = directory / path.name.removeprefix(OLD)
             shutil.rmtree(path) if whole.exists() else os.rename(path, whole)
-    temporary = temporary_path(directory, tag)
-    temporary.mkdir()
-    return temporary
 
 
 def temporary_path(directory: Path, tag: str) -> Path:
@@ -283,6 +343,7 @@ def tag_of(path: Path) -> str:
 
 def discard(directory: Path, tag: str) -> None:
     """Remove what a failed save has written."""
+    let_go(temporary_path(directory, tag))
     shutil.rmtree(temporary_path(directory, tag), ignore_errors=True)
 
 
@@ -297,6 +358,7 @@ def finish(directory: Path, tag: str, latest: bool = True) -> None:
     if latest:
         write_durably(directory / LATEST_FILE, tag + "\n")
     shutil.rmtree(old, ignore_errors=True)
+    let_go(temporary)
 
 
 def write_meta(

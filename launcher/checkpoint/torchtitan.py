@@ -9,6 +9,7 @@ Source: torchtitan 0.1 to 0.3, `models/*/state_dict_adapter.py` and `models/comm
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,10 +20,14 @@ from torch import Tensor
 
 from launcher.checkpoint.heads import AttentionHeads
 from launcher.checkpoint.hub_model import check_model, ties_of
+from launcher.checkpoint.names import TORCHTITAN
 from launcher.checkpoint.slices import FlatSlice, fill
 from launcher.checkpoint.source import SourceCheckpoint
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta, load_config
+from launcher.models.settings import settings_of
+
+logger = logging.getLogger("launcher")
 
 _OUTER = {
     "tok_embeddings": "model.embed_tokens",
@@ -66,10 +71,18 @@ def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
             fix=f"these are: {', '.join(_TURNS_NEIGHBOURS)}. torchtitan writes others as models of the Hub "
             "(--checkpoint.last_save_in_hf)",
         )
-    sources = _sources(stored, AttentionHeads.of(made.config), _TURNS_NEIGHBOURS[kind])
+    heads = AttentionHeads.of(made.config)
+    stored.meta["model"] = settings_of(made)  # the heads, too: whoever loads it has the same
+    sources = _sources(stored, heads, _TURNS_NEIGHBOURS[kind])
     ties = ties_of(made)
     check_model(_under(stored, sources, ties), made, model)
+    logger.warning(
+        "the rows of q, k and v are read as %s, as %s says: torchtitan does not write it down", heads, model
+    )
     once = {key: source for key, source in sources.items() if _parted(key)[1] not in ties}
+    for key, source in sources.items():  # the state of a tied parameter may be under its other name
+        kind, name = _parted(key)
+        once.setdefault(f"{kind}/{ties.get(name, name)}", source)
     return _under(stored, once, ties)
 
 
@@ -101,7 +114,11 @@ def _rows(name: str, heads: AttentionHeads, *, fused: bool, turned: bool) -> Ten
 
 def _sources(stored: SourceCheckpoint, heads: AttentionHeads, turned: bool) -> dict[str, _Source]:
     """Return launcher's names -> where their tensors come from. What is not known keeps its name, and is told as none
-    of the model's; so is what is there twice."""
+    of the model's.
+
+    Raises:
+        CheckpointError: something is there twice.
+    """
     found: dict[str, _Source] = {}
     for key, entry in stored.entries.items():
         prefix, own = _parted(key)
@@ -112,7 +129,13 @@ def _sources(stored: SourceCheckpoint, heads: AttentionHeads, turned: bool) -> d
             moved = entry.size and name != own
             rows = _rows(name, heads, fused=fused, turned=turned) if moved else None
             ours = f"{prefix}/{name}"
-            found[key if ours in found else ours] = _Source(key, rows)
+            if ours in found:
+                raise CheckpointError(
+                    f"{stored.path} has {ours} twice: as {found[ours].key} and as {key}.",
+                    where=str(stored.path),
+                    fix="save what torchtitan saves, and nothing beside it under the model's names",
+                )
+            found[ours] = _Source(key, rows)
     return found
 
 
@@ -130,7 +153,7 @@ def _renamed(name: str) -> list[str]:
     module, _, kind = name.rpartition(".")
     if not module.startswith("layers."):
         return [f"{_OUTER.get(module, module)}.{kind}"]
-    _, layer, inner = module.split(".", 2)
+    _, layer, inner = (*module.split(".", 2), "", "")[:3]
     names = [f"self_attn.{part}_proj" for part in "qkv"] if inner == _FUSED else [_INNER.get(inner, inner)]
     return [f"model.layers.{layer}.{one}.{kind}" for one in names]
 
@@ -145,11 +168,10 @@ def _under(
         if source.rows is not None and _FUSED in source.key:
             size = torch.Size((len(source.rows), *size[1:]))
         entries[name] = replace(entry, size=size)
-    meta = {**stored.meta, "tied": ties, "writer": "torchtitan"}
+    meta = {**stored.meta, "tied": ties, "writer": TORCHTITAN}
     if meta["optimizer"] is not None:
-        trained = {_parted(name)[1] for name in sources if name.startswith("optimizer/")}
         groups = [[name for own in group for name in _renamed(own)] for group in meta["optimizer"]["names"]]
-        names = [[name for name in group if name in trained] for group in groups]
+        names = [list(dict.fromkeys(ties.get(name, name) for name in group)) for group in groups]
         meta["optimizer"] = {**meta["optimizer"], "names": names}
     # The last one is kept: q, k and v are asked for one by one.
     fused = lru_cache(maxsize=1)(stored.tensor)

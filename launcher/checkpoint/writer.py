@@ -38,6 +38,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
         """Write what this rank has into one file. torch's own writer holds all tensors of a file until its end."""
         try:
             written = self._write_file(f"{plan.storage_data.prefix}0.distcp", plan.items, planner)
+        except CheckpointError:  # what is written could not be read
+            raise
         except Exception as error:
             raise CheckpointError(
                 f"The checkpoint could not be written{self._who}: {root_cause(error)}",

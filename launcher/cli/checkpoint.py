@@ -17,11 +17,11 @@ FORMATS = ("universal", "deepspeed", "megatron", "hf", "fp32")
 OF_FORMAT = {"stage": "deepspeed", "ranks": "deepspeed", "dtype": "hf"}
 """Flag -> the format that it belongs to."""
 INSPECT = """\
-Shows what a directory of checkpoints holds: launcher's own, DeepSpeed's, Megatron-Core's, or those of programs of
-FSDP2. Nothing is changed, and no code of the files runs."""
+Shows what a directory of checkpoints holds: launcher's own, DeepSpeed's, Megatron-Core's, torchtitan's, or those of
+other programs of FSDP2. Nothing is changed, and no code of the files runs."""
 EXPORT = """\
 Writes a checkpoint in another format. The source may be launcher's own, DeepSpeed's, or one that a program of FSDP2
-wrote with torch.distributed.checkpoint. With --model it may be Megatron-Core's, too.
+wrote with torch.distributed.checkpoint. With --model it may be Megatron-Core's or torchtitan's, too.
 
 formats:
   universal   DeepSpeed's universal layout. DeepSpeed resumes from it at ZeRO stages 1 to 3 on any number of ranks,
@@ -35,8 +35,9 @@ formats:
   fp32        The weights alone, as safetensors in fp32. With the model's config.json beside them from_pretrained reads
               them."""
 IMPORT = """\
-Writes a checkpoint of another program as one of launcher's. A checkpoint of Megatron-Core must be imported before it is
-used, with --model. Those of DeepSpeed and FSDP2 need no import: `load_checkpoint` and --resume read them."""
+Writes a checkpoint of another program as one of launcher's. A checkpoint of Megatron-Core or torchtitan must be
+imported before it is used, with --model. Those of DeepSpeed and of other programs of FSDP2 need no import:
+`load_checkpoint` and --resume read them."""
 
 
 def inspect_parser() -> FlagParser:
@@ -160,6 +161,8 @@ def _export_weights(flags: Any) -> None:
         write_weights(_opened(flags), Path(flags.out))
     else:
         directory, tag = _chosen(flags)
+        if (path := _of_torchtitan(directory, tag)) is not None:
+            _needed_model(flags, path, "torchtitan's")
         convert_zero_checkpoint_to_fp32_state_dict(directory, flags.out, safe_serialization=True, tag=tag)
     print(f"wrote the weights of {flags.directory} into {flags.out}, in fp32")
 
@@ -239,15 +242,13 @@ def _model(parser: FlagParser, which: str) -> None:
 
 def _opened(flags: Any) -> SourceCheckpoint:
     """Return the checkpoint that was named. `--model` says what the parameters of Megatron-Core and torchtitan are."""
-    from launcher.checkpoint import tags
-    from launcher.checkpoint.formats import is_torchtitan
     from launcher.checkpoint.megatron.opened import directory_of
     from launcher.checkpoint.source import SourceCheckpoint
 
     found = directory_of(Path(flags.directory), flags.tag)
     if found is None:
         directory, tag = _chosen(flags)
-        if (path := tags.path_to_load(directory, tag)) is not None and is_torchtitan(path):
+        if (path := _of_torchtitan(directory, tag)) is not None:
             from launcher.checkpoint.torchtitan import under_names_of
 
             model = _needed_model(flags, path, "torchtitan's")
@@ -257,6 +258,15 @@ def _opened(flags: Any) -> SourceCheckpoint:
     from launcher.checkpoint.megatron.reader import open_megatron
 
     return open_megatron(found, _needed_model(flags, found, "Megatron-Core's"))
+
+
+def _of_torchtitan(directory: Path, tag: str | None) -> Path | None:
+    """Return a checkpoint of torchtitan; None: it is another's, or there is none."""
+    from launcher.checkpoint import tags
+    from launcher.checkpoint.formats import is_torchtitan
+
+    path = tags.path_to_load(directory, tag)
+    return path if path is not None and is_torchtitan(path) else None
 
 
 def _needed_model(flags: Any, directory: Path, whose: str) -> str:
@@ -286,9 +296,9 @@ def _chosen(flags: Any) -> tuple[Path, str | None]:
 
     given = Path(flags.directory)
     if not given.is_dir():
+        what = "is not a directory" if given.exists() else "is not there"
         raise ConfigError(
-            f"{shortened(str(given))} is not a directory",
-            fix="name the one that the run saved its checkpoints in",
+            f"{shortened(str(given))} {what}", fix="name the directory that the run saved its checkpoints in"
         )
     if flags.tag in (None, given.resolve().name) and ((given / META_FILE).is_file() or is_foreign(given)):
         given = given.resolve()

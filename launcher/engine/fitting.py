@@ -125,7 +125,7 @@ def _check_groups(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
     known = {name for group in meta["optimizer"].get("names") or () for name in group}
     # launcher's own checkpoints may be loaded into a run that trains more.
     strange = [name for group in names for name in group if name not in known]
-    if known and strange and "writer" in meta:
+    if known and strange and ("writer" in meta or meta.get("imported_from")):
         raise CheckpointError(
             f"The optimizer of the checkpoint did not have {len(strange)} parameters that are trained here: "
             f"{_some(strange)}.",
@@ -172,9 +172,7 @@ def _check_names(path: Path, stored: Stored, known: set[str]) -> None:
         raise CheckpointError(
             f"The checkpoint has {len(others)} tensors that the model does not have: {_some(others)}.",
             where=str(path),
-            fix="torchtitan wrote it: launch import DIRECTORY OUT --model M, and load OUT"
-            if "model/tok_embeddings.weight" in others
-            else "load it with the model that it was saved from, or pass load_module_strict=False",
+            fix="load it with the model that it was saved from, or pass load_module_strict=False",
         )
 
 

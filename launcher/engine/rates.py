@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
+from launcher.checkpoint.place_in_schedule import steps_in_schedule
 from launcher.optim.saved_groups import saved_groups
 from launcher.optim.schedules import Schedule
 
@@ -30,16 +32,24 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
     """
     if engine.global_rank or not (optimizer or scheduler):
         return
+    steps, rate = steps_in_schedule(meta["scheduler"]), f"{engine.get_lr()[0]:g}"
+    if scheduler and engine.lr_scheduler is not None and steps is not None:
+        placed = state_at(engine.lr_scheduler, steps) is not None
+        at = f"goes on at step {steps}, with the rate {rate}" if placed else "starts at its first step"
+        logger.warning("the checkpoint does not have the state of a schedule: that of this run %s", at)
+        return
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is None:
         logger.warning(
             "the checkpoint has no schedule state: the schedule of this run starts at its first step"
         )
         return
     if optimizer and engine.lr_scheduler is None and meta["scheduler"] is not None:
-        rate = f"{engine.get_lr()[0]:g}"
-        logger.warning(
-            "the checkpoint had a schedule, and this run has none: the learning rate stays at %s", rate
+        had = (
+            "the checkpoint had a schedule, and this run has none"
+            if steps is None
+            else "this run has no schedule"
         )
+        logger.warning("%s: the learning rate stays at %s", had, rate)
         return
     changes = list(_changes(meta.get("config"), engine.config))
     if not changes:
@@ -53,6 +63,16 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
     else:
         return
     logger.warning("learning rate: %s: %s", "; ".join(changes), what)
+
+
+def state_at(schedule: Any, steps: int) -> dict[str, Any] | None:
+    """Return the state of a schedule after `steps` steps; None: it has more in it than a count."""
+    if isinstance(schedule, Schedule):  # DeepSpeed's repeat their first rate
+        return {"last_batch_iteration": steps - 1}
+    others = SequentialLR | ChainedScheduler | ReduceLROnPlateau
+    if isinstance(schedule, LRScheduler) and not isinstance(schedule, others):
+        return {**schedule.state_dict(), "last_epoch": steps, "_step_count": steps + 1}
+    return None
 
 
 def tell_options(engine: Engine, meta: Mapping[str, Any]) -> None:

@@ -61,6 +61,27 @@ def loaded(engine: Engine, path: Path, meta: Mapping[str, Any]) -> None:
         say(f"loaded {path}: step {meta['global_steps']}, written by {meta['writer']}")
 
 
+def other_batch(engine: Engine, meta: Mapping[str, Any]) -> None:
+    """Say on rank 0 that a script goes on with another global batch; recipes keep it, or say it themselves."""
+    was, now = _batch_of(meta), engine.train_batch_size()
+    if engine.mesh.rank == 0 and not engine.quiet and was not in (None, now):
+        logger.warning(
+            "a step has %d sequences, and had %d in the checkpoint: the learning rate and the number of steps mean "
+            "something else now",
+            now,
+            was,
+        )
+
+
+def _batch_of(meta: Mapping[str, Any]) -> int | None:
+    """Return the global batch of the run that saved a checkpoint; None: it does not say, or had several."""
+    said = (meta["config"] or {}).get("train_batch_size")
+    steps, samples = meta["global_steps"], meta["global_samples"]
+    if isinstance(said, int):
+        return said
+    return samples // steps if steps and samples and samples % steps == 0 else None
+
+
 def parameters(engine: Engine) -> int:
     """Return the elements of the logical parameters of all stages. Every rank must call it."""
     mine = sum(slot.logical_numel for slot in engine.zero.slots.values() if slot.holders.rank == 0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from launcher.checkpoint.place_in_schedule import steps_in_schedule
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import tag_path
 from launcher.cluster.secret import without_secrets
@@ -17,7 +18,7 @@ from launcher.comm.plain import decode, encode
 from launcher.engine import report
 from launcher.engine.fitting import Stored, look, parts_of, stored_name
 from launcher.engine.random_state import random_states, restore_random_states
-from launcher.engine.rates import tell_options, tell_rates
+from launcher.engine.rates import state_at, tell_options, tell_rates
 from launcher.engine.whole import tied_names
 from launcher.errors import CheckpointError
 from launcher.models.settings import settings_of
@@ -96,11 +97,12 @@ def load_state(
         if stepper is not None:
             _take_numbers(engine, tensors)
     engine.zero.publish()
-    if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(_schedule(engine, meta))
+    if scheduler and engine.lr_scheduler is not None and (state := _schedule(engine, meta)) is not None:
+        engine.lr_scheduler.load_state_dict(state)
     tell_rates(engine, meta, optimizer=stepper is not None, scheduler=scheduler)
     if counters:
         _restore(engine, meta, rng)
+        report.other_batch(engine, meta)
     report.loaded(engine, path, meta)
     return str(path), meta["client_state"]
 
@@ -148,9 +150,13 @@ def _restore(engine: Engine, meta: dict[str, Any], rng: dict[str, Tensor]) -> No
     restore_random_states(rng, engine.device)
 
 
-def _schedule(engine: Engine, meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the schedule, with the rates of this run's param groups."""
+def _schedule(engine: Engine, meta: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the state of the schedule, with the rates of this run's param groups; None: there is none."""
     state, optimizer = meta["scheduler"], meta["optimizer"]
+    if state is None:
+        return None
+    if (steps := steps_in_schedule(state)) is not None:
+        return state_at(engine.lr_scheduler, steps)
     if optimizer is None or engine.optimizer is None:
         return dict(state)
     groups, count = saved_groups(optimizer, engine.optimizer.group_names()), len(optimizer["param_groups"])

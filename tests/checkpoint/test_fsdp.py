@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_what_else_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert [group["lr"] for group in stored.options] == [0.1, 0.5]
     assert [sorted(names) for names in stored.groups] == [[f"{name}.bias", f"{name}.weight"] for name in made]
     (told,) = [record.getMessage() for record in caplog.records if record.name == "launcher"]
-    assert told.endswith("this is not loaded: ema.state.rest.weight")
+    assert told.endswith("this has no place in launcher: ema")
     states = dict(stored.whole_states(1 << 20))
     assert all(torch.equal(states[name]["model"], p) for name, p in model.named_parameters())
     assert all(states[name]["exp_avg"].count_nonzero() == p.numel() for name, p in model.named_parameters())
@@ -195,7 +196,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     weights = model.state_dict()
     for number, (state, told) in enumerate(
         [
-            ({"model": weights, "optim": numbered}, "states of '0', which is no parameter's name"),
+            ({"model": weights, "optim": numbered}, "states of 0, 1, and no weights of that name"),
             ({"model": weights, "optim": counted}, "'step' of (weight|bias) is a Python number"),
             ({"app": {"model": weights}}, "no weights under 'model'"),
         ]
@@ -245,3 +246,50 @@ def test_buffers_and_ties(pool: WorkerPool, tmp_path: Path) -> None:
         dcp.save(state, checkpoint_id=tmp_path / f"tied{tied}", no_dist=True)
         with pytest.raises(RanksFailed, match=told):
             pool.run(go_on, 1, tmp_path, f"tied{tied}", 1, tied)
+
+
+def _rates(ctx: RankContext, root: Path, kind: str) -> tuple[list[float], str]:
+    """The rates after loading and after two steps, and what was told of the schedule."""
+    told = list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+    logging.getLogger("launcher").addHandler(handler)
+
+    def falling(optimizer: torch.optim.Optimizer) -> Any:
+        falls = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return (
+            torch.optim.lr_scheduler.SequentialLR(optimizer, [falls], []) if kind == "SequentialLR" else falls
+        )
+
+    params = {"warmup_num_steps": 10, "warmup_max_lr": 1.0, "warmup_type": "linear"}
+    config: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}
+    if kind == "json":
+        config["scheduler"] = {"type": "WarmupLR", "params": params}
+    given = None if kind == "json" else falling
+    engine = launcher.initialize(model=nn.Linear(2, 2), config=config, lr_scheduler=given, device=CPU)[0]
+    engine.load_checkpoint(root, "a")
+    rates = [engine.get_lr()[0]]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        rates.append(engine.get_lr()[0])
+    logging.getLogger("launcher").removeHandler(handler)
+    return rates, " ".join(record.getMessage() for record in told)
+
+
+def test_a_schedule_goes_on_at_the_step(pool: WorkerPool, tmp_path: Path) -> None:
+    """Its state is the program's own: the schedule of this run takes its place."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    got = {kind: pool.run(_rates, 1, tmp_path, kind)[0] for kind in ("json", "LambdaLR", "SequentialLR")}
+    # DeepSpeed's schedules repeat their first rate; torch's go on from the rate of the checkpoint.
+    assert got["json"][0] == pytest.approx([0.2, 0.3, 0.4])
+    assert got["LambdaLR"][0] == pytest.approx([0.5, 1 / 5, 1 / 6])
+    assert "goes on at step 3, with the rate 0.2" in got["json"][1]
+    assert "goes on at step 3, with the rate 0.5" in got["LambdaLR"][1]
+    assert "starts at its first step" in got["SequentialLR"][1]

@@ -270,8 +270,8 @@ def test_a_load_says_what_to_do(pool: WorkerPool, tmp_path: Path, capsys: pytest
     for name in ("checkpoint_metadata.json", "model_config.json"):
         (nano / name).write_text("{}")
     places = [
-        (out.parent, None, "launch import DIRECTORY OUT --model M"),
-        (out.parent, out.name, "launch import DIRECTORY OUT --model M"),
+        (out.parent, None, "launch import .* OUT --model M"),
+        (out.parent, out.name, "launch import .* OUT --model M"),
         (older.parent, older.name, "older format"),
         (nano.parent, nano.name, "nanotron"),
     ]
@@ -383,7 +383,7 @@ def test_numbers_may_lie_in_tensors(tmp_path: Path) -> None:
     assert main(["import", str(out), str(tmp_path / "in"), "--model", model]) == 0
     back = SourceCheckpoint.open(tmp_path / "in")
     assert back.meta["global_steps"] == STEP and back.options[0]["lr"] == 0.5
-    assert back.meta["scheduler"] == {"last_batch_iteration": STEP - 1}  # where the run's schedule goes on
+    assert back.schedule == {"last_batch_iteration": STEP - 1}  # where the run's schedule goes on
 
 
 def test_every_format_is_written_of_it(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_prune_keeps_the_newest_and_the_latest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tag", ["", "..", "a/b", "../a", ".hidden", "latest", "a b", "a\n", "-x", "x" * 300])
 def test_odd_tags_are_refused(tmp_path: Path, tag: str) -> None:
-    with pytest.raises(CheckpointError, match="is not a valid checkpoint tag"):
+    with pytest.raises(CheckpointError, match=r"is not a valid checkpoint tag|cannot be a tag"):
         _save(tmp_path, tag)
     assert _names(tmp_path) == set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,9 @@ def _fused(state: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _titan(place: Path, tied: bool, layout: str) -> list[float]:
+def _titan(
+    place: Path, tied: bool, layout: str, edit: Callable[[dict[str, Any]], None] | None = None
+) -> list[float]:
     """Train, save as torchtitan does, and train on; return the losses after that."""
     torch.manual_seed(11)
     model = Titan(tied)
@@ -137,6 +140,8 @@ def _titan(place: Path, tied: bool, layout: str) -> list[float]:
             state: dict[str, Any] = _fused(weights) if layout == "in one" else weights
             state["optimizer"] = _fused(moments) if "in one" in layout else moments
             state["train_state"] = {"step": torch.tensor(BEFORE)}
+            if edit is not None:
+                edit(state)
             dcp.save(state, checkpoint_id=place / f"step-{BEFORE}", no_dist=True)
         loss = model(batch(step))
         losses.append(loss.item())
@@ -218,8 +223,116 @@ def test_it_becomes_a_model_of_the_hub(titan: Path, tmp_path: Path) -> None:
 
 
 def test_its_names_need_a_model(titan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", str(titan), str(tmp_path / "ours")]) == 2
-    assert "torchtitan's, and needs --model" in capsys.readouterr().err
+    for command in ("import", "export"):
+        formats = ["--format", "fp32"] if command == "export" else []
+        assert main([command, str(titan), str(tmp_path / "ours"), *formats]) == 2
+        assert "torchtitan's, and needs --model" in capsys.readouterr().err
+    assert main(["inspect", str(titan)]) == 0
+    told = capsys.readouterr().out
+    assert "a checkpoint of torchtitan" in told and f"launch import {titan} OUT --model M" in told
+    assert main(["inspect", str(titan.parent)]) == 2
+    assert f"name the tag: {titan.name}" in capsys.readouterr().err
+
+
+def test_its_heads_are_told_and_kept(
+    titan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """torchtitan writes no heads down: those of --model are, and another model is refused."""
+    assert main(["import", str(titan), str(tmp_path / "ours"), "--model", _config(tmp_path, tied=False)]) == 0
+    assert "read as 4 heads, 2 of keys and values, of 8 rows each" in caplog.text
+    other = _config(tmp_path, tied=False, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    assert (
+        main(["export", str(tmp_path / "ours"), str(tmp_path / "hf"), "--format", "hf", "--model", other])
+        == 2
+    )
+    assert "num_attention_heads was 4 and is 2" in capsys.readouterr().err
+
+
+def _twice(state: dict[str, Any]) -> None:
+    state["model.embed_tokens.weight"] = torch.ones(VOCAB, HIDDEN)
+
+
+def _no_counts(state: dict[str, Any]) -> None:
+    state["optimizer"] = {key: v for key, v in state["optimizer"].items() if not key.endswith(".step")}
+
+
+def _odd_count(state: dict[str, Any]) -> None:
+    state["optimizer"]["state.norm.weight.step"] = torch.tensor(float("nan"))
+
+
+def _odd_moments(state: dict[str, Any]) -> None:
+    state["optimizer"]["state.norm.weight.exp_avg"] = torch.zeros(HIDDEN, dtype=torch.complex64)
+
+
+def _short_moments(state: dict[str, Any]) -> None:
+    state["optimizer"]["state.layers.0.attention.qkv_linear.wq.weight.exp_avg"] = torch.zeros(16, HIDDEN)
+
+
+def _odd_rate(state: dict[str, Any]) -> None:
+    state["optimizer"]["param_groups.norm.weight.lr"] = "fast"
+
+
+def _odd_name(state: dict[str, Any]) -> None:
+    state["layers.0.scale"] = torch.ones(1)
+
+
+def _no_weight(state: dict[str, Any]) -> None:
+    del state["norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (_twice, "has model/model.embed_tokens.weight twice: as model/tok_embeddings.weight and as"),
+        (_no_counts, "it has moments of .*, and not how many steps made them"),
+        (_odd_count, "the count of steps of norm.weight is nan"),
+        (_odd_moments, "norm.weight is of the shape .32. and the dtype torch.complex64"),
+        (_short_moments, "q_proj.weight has the shape .16, 32., not .32, 32."),
+        (_odd_rate, "the learning rate of norm.weight is 'fast'"),
+        (_odd_name, "model.layers.0.*scale is none of the model's"),
+        (_no_weight, "it has the optimizer's states of norm.weight, and no weight of that name"),
+    ],
+)
+def test_what_was_never_trained_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[dict[str, Any]], None], told: str
+) -> None:
+    _titan(tmp_path / "titan", tied=False, layout="apart", edit=edit)
+    source, model = str(tmp_path / "titan" / f"step-{BEFORE}"), _config(tmp_path, tied=False)
+    assert main(["import", source, str(tmp_path / "ours"), "--model", model]) == 2
+    assert re.search(told, " ".join(capsys.readouterr().err.split()))
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_parameter_without_a_state_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be one that no step has used; it begins anew, and stays in its param group."""
+
+    def edit(state: dict[str, Any]) -> None:
+        gone = "state.layers.0.feed_forward.w1."
+        state["optimizer"] = {key: v for key, v in state["optimizer"].items() if not key.startswith(gone)}
+
+    _titan(tmp_path / "titan", tied=False, layout="apart", edit=edit)
+    source, model = str(tmp_path / "titan" / f"step-{BEFORE}"), _config(tmp_path, tied=False)
+    assert main(["import", source, str(tmp_path / "ours"), "--model", model]) == 0
+    assert (
+        "no state of 1 of the parameters that the optimizer steps, which begin anew: layers.0" in caplog.text
+    )
+    (names,) = SourceCheckpoint.open(tmp_path / "ours").groups
+    assert "model.layers.0.mlp.gate_proj.weight" in names
+
+
+def test_the_state_of_a_tied_head_may_have_either_name(tmp_path: Path) -> None:
+    def edit(state: dict[str, Any]) -> None:
+        state["optimizer"] = {
+            key.replace("tok_embeddings", "lm_head"): value for key, value in state["optimizer"].items()
+        }
+
+    _titan(tmp_path / "titan", tied=True, layout="apart", edit=edit)
+    source, model = tmp_path / "titan", _config(tmp_path, tied=True)
+    assert main(["import", str(source / f"step-{BEFORE}"), str(tmp_path / "ours"), "--model", model]) == 0
+    ours, theirs = SourceCheckpoint.open(tmp_path / "ours"), SourceCheckpoint.open(source, f"step-{BEFORE}")
+    moment = theirs.tensor("optimizer/exp_avg/lm_head.weight")
+    assert torch.equal(ours.tensor("optimizer/exp_avg/model.embed_tokens.weight"), moment)
+    assert "model.embed_tokens.weight" in ours.groups[0]
 
 
 def test_qwen3_has_the_rows_that_transformers_has(tmp_path: Path) -> None:
@@ -279,5 +392,5 @@ def test_another_model_is_refused(
 
 
 def test_a_load_says_what_to_do(pool: WorkerPool, titan: Path, tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="launch import DIRECTORY OUT --model M"):
+    with pytest.raises(RanksFailed, match=r"launch import .* OUT --model M"):
         pool.run(_goes_on, 1, titan.parent, _config(tmp_path, tied=False), 0, titan.name)

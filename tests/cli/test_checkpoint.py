@@ -231,7 +231,7 @@ def test_nothing_is_overwritten(
     assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
     assert {path: path.read_bytes() for path in sorted(copy.rglob("*")) if path.is_file()} == before
     assert main(["inspect", str(tmp_path / "none")]) == 2
-    assert "is not a directory" in capsys.readouterr().err
+    assert "is not there" in capsys.readouterr().err
 
 
 def test_a_model_that_from_pretrained_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ See `engine/state.py` for the names, and for what the meta has.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import Metadata
 
 from launcher.checkpoint.deepspeed.cuts import cut_of, joined, plain_info
 from launcher.checkpoint.deepspeed.experts import stacked
-from launcher.checkpoint.deepspeed.files import find
+from launcher.checkpoint.deepspeed.files import Files, find
 from launcher.checkpoint.deepspeed.layout import Place, StoredTensor, whole
 from launcher.checkpoint.deepspeed.mapped import MappedFiles
 from launcher.checkpoint.deepspeed.meta import meta_of
@@ -27,6 +28,8 @@ from launcher.checkpoint.deepspeed.universal import universal
 from launcher.checkpoint.deepspeed.unsharded import of_experts, unsharded
 from launcher.errors import CheckpointError
 from launcher.models.stacked_names import stacked_name
+
+logger = logging.getLogger("launcher")
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def _opened(directory: Path, files: object) -> Content:
         stored |= merged
     _check_whole(directory, stored)
     _check_steps(directory, stored)
+    _check_optimizer_is_there(found, stored)
     names = [] if found.layers else _group_names(ranks, groups)
     meta = meta_of(ranks[0].model, rest, groups, states, ranks[0].tied, names)
     return Content(stacked(stored, directory), meta, found.all)
@@ -193,6 +197,22 @@ def _check_steps(directory: Path, stored: Place) -> None:
             where=str(directory),
             fix="load the checkpoint that it was made from",
         )
+
+
+def _check_optimizer_is_there(found: Files, stored: Place) -> None:
+    """Check that there are weights, and say where the files of the optimizer's state are gone."""
+    if any(name.startswith("optimizer/") for name in stored):
+        return
+    rank = found.ranks[0]
+    name = rank.model[0].name.replace("model_states", "optim_states")
+    if not any(name.startswith("model/") for name in stored):
+        raise CheckpointError(
+            f"{found.directory} has no weights: at ZeRO 3 they are in {name} and its like, and none of these is there.",
+            where=str(found.directory),
+            fix="copy all files of the checkpoint, or load another one (tag)",
+        )
+    if not rank.all_of_optimizer and found.universal is None:
+        logger.warning("%s has no files of the optimizer's state: only weights are read", found.directory)
 
 
 def _check_same_weights(opened: OpenedFiles, stored: dict[str, StoredTensor]) -> None:

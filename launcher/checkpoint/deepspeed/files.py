@@ -37,6 +37,11 @@ class RankFiles:
     experts: dict[tuple[int, int], Path] = field(default_factory=dict)
 
     @property
+    def all_of_optimizer(self) -> list[Path]:
+        """Return the files of the optimizer's state."""
+        return [*self.optimizer.values(), *self.whole_optimizer.values()]
+
+    @property
     def all(self) -> list[Path]:
         """Return all files."""
         parts = (self.model, self.optimizer, self.whole_optimizer, self.experts)

@@ -18,11 +18,13 @@ from launcher.checkpoint.hub_model import ties_of
 from launcher.checkpoint.megatron.names import MegatronTensor, tensors_of
 from launcher.checkpoint.megatron.opened import MASTERS, WRITER, MegatronFiles, wrong
 from launcher.checkpoint.names import COMMON_FILE, METADATA_FILE
+from launcher.checkpoint.place_in_schedule import place_in_schedule
 from launcher.checkpoint.reader import SafeReader, TensorLoadPlanner, common_volume, quietly
 from launcher.checkpoint.slices import FlatSlice, fill
 from launcher.checkpoint.source import STEP, SourceCheckpoint
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta, load_config
+from launcher.models.settings import settings_of
 
 logger = logging.getLogger("launcher")
 
@@ -45,7 +47,7 @@ def open_megatron(directory: Path, model: str) -> SourceCheckpoint:
     files.check_bytes()
     if left := files.unread():
         logger.warning("not read of %s: %s", directory, ", ".join(left))
-    meta = _meta(files, reader.entries, tensors, ties_of(made))
+    meta = _meta(files, reader.entries, tensors, ties_of(made), settings_of(made))
     return SourceCheckpoint(directory, directory.resolve().name, meta, reader.entries, reader.read)
 
 
@@ -235,7 +237,11 @@ def _check_run(files: MegatronFiles, config: Any) -> None:
 
 
 def _meta(
-    files: MegatronFiles, entries: Mapping[str, Any], tensors: list[MegatronTensor], ties: dict[str, str]
+    files: MegatronFiles,
+    entries: Mapping[str, Any],
+    tensors: list[MegatronTensor],
+    ties: dict[str, str],
+    settings: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the meta, as launcher's own has it."""
     trained = {name.split("/", 2)[2] for name in entries if name.startswith("optimizer/")}
@@ -257,11 +263,10 @@ def _meta(
     return {
         "global_steps": files.iteration, "global_samples": int(files.args.get("consumed_train_samples") or 0),
         "micro_steps": files.iteration, "skipped_steps": 0, "loss_scale": loss_scale,
-        # The place in the schedule; the schedule is the run's.
-        "scheduler": {"last_batch_iteration": files.iteration - 1} if files.iteration else None,
+        "scheduler": place_in_schedule(files.iteration),
         "optimizer": optimizer if files.options and states else None,
-        "world_size": int(files.args.get("data_parallel_size") or 1), "writer": WRITER, "config": config, "model": None,
-        "tied": ties, "client_state": {},
+        "world_size": int(files.args.get("data_parallel_size") or 1), "writer": WRITER, "config": config,
+        "model": settings, "tied": ties, "client_state": {},
     }  # fmt: skip
 
 

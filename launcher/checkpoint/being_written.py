@@ -1,0 +1,58 @@
+"""Which temporary directories a living process is writing: two saves into one place leave each other alone.
+
+The kernel lets go of a lock when its process ends, however it ends. Where a file system has no locks on directories
+(NFS), nothing counts as being written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+_held: dict[Path, int] = {}
+"""Temporary directory -> the descriptor whose lock says that this process writes it."""
+
+
+def hold(directory: Path) -> None:
+    """Say that this process writes a directory, until `let_go`."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+    else:
+        _held[directory] = handle
+
+
+def let_go(directory: Path) -> None:
+    """Say that this process writes a directory no more."""
+    if (handle := _held.pop(directory, None)) is not None:
+        os.close(handle)
+
+
+def is_being_written(directory: Path) -> bool:
+    """Return whether another process, or a save of this one, writes a directory."""
+    try:
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError:  # it has just been given its name
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+def _forget() -> None:
+    """A child process does not write: its copy of a lock would outlive ours."""
+    for handle in _held.values():
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,46 @@
+"""Two saves into one directory leave each other alone."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.checkpoint import tags
+from launcher.errors import CheckpointError
+
+
+def test_what_another_process_writes_stays(tmp_path: Path) -> None:
+    theirs = tmp_path / ".tmp-other"
+    theirs.mkdir()
+    handle = os.open(theirs, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    mine = tags.start(tmp_path, "mine")
+    assert theirs.is_dir()
+    with pytest.raises(CheckpointError, match=r"Another process is writing .*other"):
+        tags.start(tmp_path, "other")
+    assert theirs.is_dir()
+    os.close(handle)  # the process has ended
+    assert tags.start(tmp_path, "mine") == mine  # of a save that was interrupted: it begins anew
+    assert not theirs.exists()
+    tags.finish(tmp_path, "mine")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "mine"]
+
+
+def test_a_child_does_not_keep_the_place(tmp_path: Path) -> None:
+    tags.start(tmp_path, "a")
+    if (child := os.fork()) == 0:
+        tags.let_go(tmp_path / ".tmp-a")  # it has nothing to let go of
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(CheckpointError, match="Another process"):
+        tags._clean(tmp_path, tmp_path / ".tmp-a")
+    tags.discard(tmp_path, "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written into") as told:
+        tags.start(tmp_path / "file" / "out", "a")
+    assert "fix: name a directory" in str(told.value)
