@@ -261,6 +261,21 @@ def test_damage_is_told_by_its_file(tmp_path: Path) -> None:
     assert first in spoilt(9, first, text)
 
 
+def test_files_of_the_optimizer_that_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights alone may be wanted; at ZeRO 3 they are in these files, too."""
+    model = model_of("plain")
+    for stage in (2, 3):
+        directory = write(tmp_path / str(stage), model, values_of(model), stage=stage, ranks=2)
+        for file in directory.glob("*_optim_states.pt"):
+            file.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"has no weights: at ZeRO 3 they are in zero_pp_rank_0_mp_rank_00_optim"
+    ):
+        open_content(directory)
+    assert open_content(tmp_path / "2" / directory.name).meta["optimizer"] is None
+    assert "has no files of the optimizer's state: only weights are read" in caplog.text
+
+
 def test_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
     model = model_of("plain")
     directory = write(tmp_path, model, values_of(model), stage=1, ranks=1)

@@ -83,7 +83,7 @@ def _opened(directory: Path, files: object) -> Content:
         stored |= merged
     _check_whole(directory, stored)
     _check_steps(directory, stored)
-    _check_optimizer_is_there(found, stored)
+    _check_optimizer_is_there(found, ranks[0], stored)
     names = [] if found.layers else _group_names(ranks, groups)
     meta = meta_of(ranks[0].model, rest, groups, states, ranks[0].tied, names)
     return Content(stacked(stored, directory), meta, found.all)
@@ -199,19 +199,19 @@ def _check_steps(directory: Path, stored: Place) -> None:
         )
 
 
-def _check_optimizer_is_there(found: Files, stored: Place) -> None:
+def _check_optimizer_is_there(found: Files, first: OpenedFiles, stored: Place) -> None:
     """Check that there are weights, and say where the files of the optimizer's state are gone."""
     if any(name.startswith("optimizer/") for name in stored):
         return
-    rank = found.ranks[0]
-    name = rank.model[0].name.replace("model_states", "optim_states")
+    name = first.files.model[0].name.replace("model_states", "optim_states")
     if not any(name.startswith("model/") for name in stored):
         raise CheckpointError(
             f"{found.directory} has no weights: at ZeRO 3 they are in {name} and its like, and none of these is there.",
             where=str(found.directory),
             fix="copy all files of the checkpoint, or load another one (tag)",
         )
-    if not rank.all_of_optimizer and found.universal is None:
+    # With ZeRO the model's file says which parameters are trained.
+    if first.groups and not first.files.all_of_optimizer and found.universal is None:
         logger.warning("%s has no files of the optimizer's state: only weights are read", found.directory)
 
 
