@@ -51,7 +51,8 @@ def main() -> None:
     run = Run.start(flags().parse_args())
     args = run.args
     name, args.model = args.model, unpacked(args.model)
-    if weights_directory(args.model) is None:
+    bare = weights_directory(args.model) is None
+    if bare and run.resuming is None:  # the checkpoint has them
         raise ConfigError(
             f"{args.model} has no weights to start from",
             where=f"--model {args.model}",
@@ -69,7 +70,7 @@ def main() -> None:
 
     # Model and engine.
     total_steps = run.total_steps(len(train_set), default=1, micro_batch=MICRO_BATCH)
-    made = model_with_source(model_config, args.model, from_scratch=False, seed=args.seed)
+    made = model_with_source(model_config, args.model, from_scratch=bare, seed=args.seed)
     engine, *_ = launcher.initialize(
         model=made.model,
         model_parameters=run.param_groups(made.model),

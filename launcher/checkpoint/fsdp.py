@@ -39,6 +39,8 @@ from launcher.errors import CheckpointError
 logger = logging.getLogger("launcher")
 
 _STEP = "scalar/step/"
+_TITANS_STEP = ("train_state", "step")
+"""torchtitan's count of steps, which the optimizer has, too."""
 _MODEL, _STATE, _GROUPS = "model", "state", "param_groups"
 
 
@@ -94,7 +96,7 @@ class FsdpContent:
             if part is None or part.root not in optimizers:
                 name = _weight(path, nested=nested) if is_tensor else None
                 if name is None:
-                    self.left.add(str(path[0]))
+                    self.left |= {str(path[0])} if path != _TITANS_STEP or not optimizers else set()
                 else:
                     self._put(directory, stored.state_dict_metadata[key], places[key], name)
             elif part.kind == _GROUPS:
@@ -257,7 +259,7 @@ def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
             with path.open("rb") as file:
                 read_chunk(file, info)
         except (OSError, ValueError, NotImplementedError, EOFError, zipfile.BadZipFile) as error:
-            raise _damaged(path, str(error)) from error
+            raise _damaged(path, str(error) or type(error).__name__) from error
 
 
 def _part_of(path: tuple[Any, ...]) -> _Part | None:
@@ -310,7 +312,7 @@ def _loaded(directory: Path, info: Any) -> Any:
             file.seek(info.offset)
             return torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
     except Exception as error:  # damaged pickles fail with anything
-        raise _damaged(path, str(error).partition("\n")[0]) from error
+        raise _damaged(path, str(error).partition("\n")[0] or type(error).__name__) from error
 
 
 def _ends(places: Mapping[MetadataIndex, Any]) -> Iterator[tuple[str, int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -199,7 +198,7 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
     where = tags.tag_path(path, chosen)
     if (meta := formats.foreign_meta(where)) is not None:
         if tell and note:
-            warnings.warn(note, stacklevel=3)
+            logger.warning(note)
         return chosen, meta
     content = tags.read_meta(where)
     if content.tag not in (None, tags.tag_of(where)):
@@ -215,7 +214,7 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
         old = f"{where} has no checksums: it was written by a version that made none. Damage to it may go unnoticed."
         note = old if note is None else f"{note} {old}"
     if tell and note:
-        warnings.warn(note, stacklevel=3)
+        logger.warning(note)
     return chosen, content.meta
 
 

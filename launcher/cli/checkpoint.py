@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser, positive
+from launcher.cli.flags import FlagParser, named, positive
 from launcher.errors import ConfigError, shortened
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ def export_parser() -> FlagParser:
         prog="launch export", description=EXPORT, epilog="example: launch export out back --format universal"
     )
     _source(parser)
-    parser.add_argument("out", metavar="OUT", help="a directory to write into; nothing in it is replaced")
+    parser.add_argument(
+        "out", type=named, metavar="OUT", help="a directory to write into; nothing in it is replaced"
+    )
     parser.add_argument("--format", choices=FORMATS, required=True, help="what to write")
     parser.add_argument(
         "--stage", type=int, choices=range(4), help="the ZeRO stage of --format deepspeed (default: 1)"
@@ -88,7 +90,9 @@ def import_parser() -> FlagParser:
         epilog="example: launch import megatron/checkpoints ours --model meta-llama/Llama-3.1-8B",
     )
     _source(parser)
-    parser.add_argument("out", metavar="OUT", help="a directory to write into; it may have checkpoints")
+    parser.add_argument(
+        "out", type=named, metavar="OUT", help="a directory to write into; it may have checkpoints"
+    )
     _model(parser, "that was trained; only for a checkpoint of Megatron-Core or torchtitan")
     return parser
 

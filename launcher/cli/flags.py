@@ -151,6 +151,13 @@ def add_expert_load(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def named(text: str) -> str:
+    """Return the type of an argument that names a place, which an unset variable of a shell does not."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text
+
+
 def positive(text: str) -> int:
     """Return the type of a flag that counts: a whole number from 1."""
     return _whole(text, 1)

@@ -81,6 +81,7 @@ def look(
             _check_names(path, stored, known)
         own, needed = ({stored_name(n, stored): n for n in names} for names in (mine, read if strict else ()))
         _check_shapes(path, stored, {n: mine[o] for n, o in own.items()}, {*needed}, _frozen(engine))
+        _check_kinds(engine, path, stored)
         _check_ties(path, metadata, ties)
         if optimizer:
             _check_optimizer(engine, path, meta)
@@ -205,6 +206,22 @@ def _check_shapes(
             where=str(path),
             fix="load it with the model that it was saved from, and one that was saved to node-local storage on the "
             "same ranks of the same nodes",
+        )
+
+
+def _check_kinds(engine: Engine, path: Path, stored: Stored) -> None:
+    """Check that floating-point parameters were stored as such: numbers of quantised ones mean something else."""
+    odd = [
+        f"{name} is {stored[f'model/{name}'].properties.dtype}"
+        for name, slot in engine.zero.slots.items()
+        if f"model/{name}" in stored
+        and stored[f"model/{name}"].properties.dtype.is_floating_point != slot.leaf.is_floating_point()
+    ]
+    if odd:
+        raise CheckpointError(
+            f"The checkpoint has {len(odd)} parameters in another kind of numbers: {_some(odd)}.",
+            where=str(path),
+            fix="load one whose weights are not quantised",
         )
 
 

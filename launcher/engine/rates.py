@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("launcher")
 
-OPTIONS = {"betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "alpha", "rho"}
+OF_A_STEP = {"betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "alpha", "rho"}
 """Options of param groups that change a step, but for rates."""
 
 
@@ -82,7 +82,7 @@ def tell_options(engine: Engine, meta: Mapping[str, Any]) -> None:
         return
     saved, told = meta["optimizer"]["param_groups"], dict[str, None]()
     numbers = saved_groups(meta["optimizer"], engine.optimizer.group_names())
-    keys = OPTIONS if meta.get("config") else {*OPTIONS, "lr"}
+    keys = OF_A_STEP if meta.get("config") else {*OF_A_STEP, "lr"}
     for group, number in zip(engine.optimizer.param_groups, numbers, strict=True):
         for key in sorted(keys & group.keys() & saved[number].keys()):
             was, now = _plain(saved[number][key]), _plain(group[key])

@@ -61,7 +61,15 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) 
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        ImportError,
+        ArithmeticError,
+    ) as error:
         raise ConfigError(
             f"No causal LM can be built from this config ({config.model_type!r}): {_first_line(error)}",
             where=config.name_or_path or "the model's config.json",
@@ -146,5 +154,7 @@ def _config_from_hub(model: str) -> PretrainedConfig:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines:
+        return type(error).__name__
+    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and lines[1:] else lines[0]

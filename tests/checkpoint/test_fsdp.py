@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import launcher
 from launcher.checkpoint import formats
 from launcher.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launcher.checkpoint.reader import overlap
 from launcher.checkpoint.source import SourceCheckpoint
 from launcher.checkpoint.store import load_meta
 from launcher.cli.main import main
@@ -184,6 +187,26 @@ def test_what_else_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert all(states[name]["exp_avg"].count_nonzero() == p.numel() for name, p in model.named_parameters())
 
 
+def _without_counts(state: dict[str, Any]) -> dict[str, Any]:
+    moments = {
+        name: {key: v for key, v in own.items() if key != "step"} for name, own in state["state"].items()
+    }
+    return {**state, "state": moments}
+
+
+def test_quantised_weights_and_overlapping_chunks(pool: WorkerPool, tmp_path: Path) -> None:
+    weights = WithBuffer().state_dict() | {"layer.weight": torch.ones(4, 4, dtype=torch.int8)}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(RanksFailed, match=r"another kind of numbers: layer.weight is torch.int8"):
+        pool.run(load_buffers, 1, tmp_path)
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 4]))
+    assert overlap([chunk, chunk])
+    assert overlap([chunk, replace(chunk, offsets=torch.Size([1, 3]))])
+    assert not overlap(
+        [chunk, replace(chunk, offsets=torch.Size([1, 4])), replace(chunk, offsets=torch.Size([2, 0]))]
+    )
+
+
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -193,12 +216,13 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     counted = get_optimizer_state_dict(model, optimizer)
     for of in counted["state"].values():
         of["step"] = 1
-    weights = model.state_dict()
+    weights, named = model.state_dict(), get_optimizer_state_dict(model, optimizer)
     for number, (state, told) in enumerate(
         [
             ({"model": weights, "optim": numbered}, "states of 0, 1, and no weights of that name"),
             ({"model": weights, "optim": counted}, "'step' of (weight|bias) is a Python number"),
             ({"app": {"model": weights}}, "no weights under 'model'"),
+            ({"model": weights, "optim": _without_counts(named)}, "moments of bias, and not how many steps"),
         ]
     ):
         dcp.save(state, checkpoint_id=tmp_path / str(number), no_dist=True)
