@@ -10,8 +10,8 @@ import fcntl
 import os
 from pathlib import Path
 
-_held: dict[Path, int] = {}
-"""Temporary directory -> the descriptor whose lock says that this process writes it."""
+_held: dict[Path, int | None] = {}
+"""Temporary directory that this process writes -> the descriptor whose lock says so; None: there are no locks here."""
 
 
 def hold(directory: Path) -> None:
@@ -21,14 +21,18 @@ def hold(directory: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
+        _held[directory] = None
     else:
         _held[directory] = handle
 
 
-def let_go(directory: Path) -> None:
-    """Say that this process writes a directory no more."""
-    if (handle := _held.pop(directory, None)) is not None:
+def let_go(directory: Path) -> bool:
+    """Say that this process writes a directory no more; return whether it did."""
+    if directory not in _held:
+        return False
+    if (handle := _held.pop(directory)) is not None:
         os.close(handle)
+    return True
 
 
 def is_being_written(directory: Path) -> bool:
@@ -51,7 +55,8 @@ def is_being_written(directory: Path) -> bool:
 def _forget() -> None:
     """A child process does not write: its copy of a lock would outlive ours."""
     for handle in _held.values():
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
     _held.clear()
 
 

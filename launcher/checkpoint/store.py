@@ -109,7 +109,7 @@ def save(
         files = _stamps_of_all(stamps, ranks)
         written = ranks.on_first(lambda: _write_meta(temporary, files, json.loads(text), latest))
         ranks.on_first(lambda: tags.finish(path, tag, latest))
-    except CheckpointError:
+    except (CheckpointError, KeyboardInterrupt):
         if ranks.first:
             tags.discard(path, tag)
         raise

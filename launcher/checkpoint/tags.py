@@ -342,9 +342,9 @@ def tag_of(path: Path) -> str:
 
 
 def discard(directory: Path, tag: str) -> None:
-    """Remove what a failed save has written."""
-    let_go(temporary_path(directory, tag))
-    shutil.rmtree(temporary_path(directory, tag), ignore_errors=True)
+    """Remove what a failed save of this process has written; what another one writes stays."""
+    if let_go(temporary_path(directory, tag)):
+        shutil.rmtree(temporary_path(directory, tag), ignore_errors=True)
 
 
 def finish(directory: Path, tag: str, latest: bool = True) -> None:

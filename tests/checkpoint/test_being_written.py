@@ -5,9 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from launcher.checkpoint import tags
+from launcher.checkpoint import store, tags
+from launcher.checkpoint.slices import FlatSlice
 from launcher.errors import CheckpointError
+from launcher.tensor.split import Split
 
 
 def test_what_another_process_writes_stays(tmp_path: Path) -> None:
@@ -19,6 +22,8 @@ def test_what_another_process_writes_stays(tmp_path: Path) -> None:
     assert theirs.is_dir()
     with pytest.raises(CheckpointError, match=r"Another process is writing .*other"):
         tags.start(tmp_path, "other")
+    with pytest.raises(CheckpointError, match="Another process is writing"):
+        store.save(tmp_path, "other", {"w": torch.ones(2)}, {})
     assert theirs.is_dir()
     os.close(handle)  # the process has ended
     assert tags.start(tmp_path, "mine") == mine  # of a save that was interrupted: it begins anew
@@ -44,3 +49,14 @@ def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be written into") as told:
         tags.start(tmp_path / "file" / "out", "a")
     assert "fix: name a directory" in str(told.value)
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt() -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    place = Split.whole((2,)), 0, 2
+    lazy = FlatSlice.lazily(interrupt, *place, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        store.save(tmp_path, "a", {"w": lazy}, {})
+    assert not list(tmp_path.iterdir())
