@@ -30,22 +30,26 @@ class AttentionHeads:
         """Return those of a model of transformers.
 
         Raises:
-            CheckpointError: heads of q cannot share those of k and v, or rows of a head cannot be turned in pairs.
+            CheckpointError: heads of q cannot share those of k and v.
         """
         queries = int(config.num_attention_heads)
         groups = int(getattr(config, "num_key_value_heads", None) or queries)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
-        if queries % groups or width % 2:
-            raise CheckpointError(
-                f"{queries} heads of q and {groups} of k and v, of {width} rows each, are those of no model.",
-                where="--model: num_attention_heads, num_key_value_heads, head_dim",
-                fix="name the model that was trained",
-            )
-        return cls(queries, groups, width)
+        found = cls(queries, groups, width)
+        if queries % groups:
+            raise found._of_no_model()
+        return found
 
     def __str__(self) -> str:
         keys = "" if self.groups == self.queries else f", {self.groups} of keys and values"
         return f"{self.queries} heads{keys}, of {self.width} rows each"
+
+    def _of_no_model(self) -> CheckpointError:
+        return CheckpointError(
+            f"No model has {self}.",
+            where="--model: num_attention_heads, num_key_value_heads, head_dim",
+            fix="name the model that was trained",
+        )
 
     @property
     def rows(self) -> int:
@@ -70,5 +74,11 @@ class AttentionHeads:
 
     def from_neighbours(self, rows: Tensor) -> Tensor:
         """Return rows of whole heads in the order of transformers' rotary embedding, which turns row i of a head and
-        row i + half of it together, where another turns neighbouring ones."""
+        row i + half of it together, where another turns neighbouring ones.
+
+        Raises:
+            CheckpointError: a head has an odd number of rows.
+        """
+        if self.width % 2:
+            raise self._of_no_model()
         return rows.view(-1, self.width // 2, 2).transpose(1, 2).reshape(-1)

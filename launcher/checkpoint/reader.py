@@ -147,14 +147,19 @@ def incomplete(metadata: Metadata) -> list[str]:
 
 def overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Return whether two stored chunks of a tensor have an element in common."""
-    boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if math.prod(chunk.sizes))
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)]
+    if len(boxes) < 2 or not boxes[0][0]:
+        return len(boxes) > 1  # a tensor without dims has one element
+    # Along the dim that was cut most often, few boxes lie beside each other.
+    dim = max(range(len(boxes[0][0])), key=lambda dim: len({start[dim] for start, _ in boxes}))
+    boxes.sort(key=lambda box: box[0][dim])
     for number, (start, size) in enumerate(boxes):
         for other, other_size in boxes[number + 1 :]:
-            if not start or other[0] >= start[0] + size[0]:
+            if other[dim] >= start[dim] + size[dim]:
                 break  # sorted: those that follow begin later, too
             if common_volume(start, size, other, other_size):
                 return True
-    return len(boxes) > 1 and not boxes[0][0]
+    return False
 
 
 def covers(metadata: Metadata, name: str, wanted: torch.Tensor) -> bool:
@@ -208,9 +213,7 @@ def quietly(work: Callable[[], T]) -> T:
         return work()
 
 
-def common_volume(
-    start: Sequence[int], size: Sequence[int], other: Sequence[int], other_size: Sequence[int]
-) -> int:
+def common_volume(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> int:
     """Return the elements that two boxes share."""
     spans = zip(start, size, other, other_size, strict=True)
     return math.prod(max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in spans)
