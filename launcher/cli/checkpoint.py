@@ -203,7 +203,8 @@ def _export_state(flags: Any) -> None:
     else:
         stage, ranks = 1 if flags.stage is None else flags.stage, flags.ranks or 1
         path = write.write_ranks(stored, Path(flags.out), stage, ranks)
-        print(f"wrote {path}: DeepSpeed resumes from it at stage {stage} on {ranks} rank{'s' * (ranks > 1)}")
+        on = f"{ranks} rank{'s' * (ranks > 1)}" if stage else "any number of ranks"
+        print(f"wrote {path}: DeepSpeed resumes from it at stage {stage} on {on}")
     for line in _not_written(stored, universal=flags.format == "universal"):
         print(line)
 
