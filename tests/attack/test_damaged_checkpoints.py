@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from launcher.errors import CheckpointError
-from tests.engine.driving import advance, config_of, engine_of, whole_state
+from tests.engine.driving import advance, config_of, engine_of, log_lines, whole_state
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import stack
 
@@ -100,14 +99,13 @@ def attack(ctx: RankContext, directory: Path, work: Path, seeds: range) -> list[
         shutil.copytree(directory, work)
         what, changed = damage(work, seed)
         told, refused = "", True
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with log_lines() as lines:
             try:
                 engine.load_checkpoint(work)
                 refused = False
             except CheckpointError as error:
                 told = str(error)
-        told += "".join(str(each.message) for each in caught)
+        told += "".join(lines)
         if not any(file in told for file in changed):
             only_latest = changed == {str(work / "latest")}
             if not (only_latest and still_the_latest(work)):
@@ -155,9 +153,7 @@ def told_by(
         (directory / "global_step11" / "meta.json").write_text(meta)
     engine = engine_of(config_of(0, bf16={"enabled": True}), stack(seed=1))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            engine.load_checkpoint(directory, tag)
+        engine.load_checkpoint(directory, tag)
     except CheckpointError as error:
         return str(error), len(str(error)) < 1000
     return "loaded", True

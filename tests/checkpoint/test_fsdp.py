@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from launcher.checkpoint.store import load_meta
 from launcher.cli.main import main
 from launcher.errors import CheckpointError
 from tests.checkpoint.test_reader import _Malice
-from tests.engine.driving import CPU
+from tests.engine.driving import CPU, log_lines
 from tests.pool import RankContext, RanksFailed, WorkerPool
 from tests.pool.reference import batch, share, tiny_llama
 
@@ -274,10 +273,6 @@ def test_buffers_and_ties(pool: WorkerPool, tmp_path: Path) -> None:
 
 def _rates(ctx: RankContext, root: Path, kind: str) -> tuple[list[float], str]:
     """The rates after loading and after two steps, and what was told of the schedule."""
-    told = list[logging.LogRecord]()
-    handler = logging.Handler()
-    handler.emit = told.append  # type: ignore[method-assign]
-    logging.getLogger("launcher").addHandler(handler)
 
     def falling(optimizer: torch.optim.Optimizer) -> Any:
         falls = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -291,14 +286,14 @@ def _rates(ctx: RankContext, root: Path, kind: str) -> tuple[list[float], str]:
         config["scheduler"] = {"type": "WarmupLR", "params": params}
     given = None if kind == "json" else falling
     engine = launcher.initialize(model=nn.Linear(2, 2), config=config, lr_scheduler=given, device=CPU)[0]
-    engine.load_checkpoint(root, "a")
+    with log_lines() as lines:
+        engine.load_checkpoint(root, "a")
     rates = [engine.get_lr()[0]]
     for _ in range(2):
         engine.backward(engine(torch.ones(1, 2)).sum())
         engine.step()
         rates.append(engine.get_lr()[0])
-    logging.getLogger("launcher").removeHandler(handler)
-    return rates, " ".join(record.getMessage() for record in told)
+    return rates, " ".join(lines)
 
 
 def test_a_schedule_goes_on_at_the_step(pool: WorkerPool, tmp_path: Path) -> None:

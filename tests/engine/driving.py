@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -138,3 +139,16 @@ def counted_reads() -> Iterator[list[int]]:
 
     with patch.object(SafetensorsSource, "read_box", counting):
         yield read
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """What launcher's logger says meanwhile, in this process."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("launcher").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("launcher").removeHandler(handler)
