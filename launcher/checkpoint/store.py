@@ -188,8 +188,7 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
             return None
         known = tags.tags_there(path)
         below = sorted(file.parent.name for file in path.glob(f"*/{tags.LATEST_FILE}"))
-        some = ("... " if len(below) > 5 else "") + ", ".join(below[-5:])
-        fix = f"name one of the directories in it: {some}" if below else "check the directory"
+        fix = f"name one of the directories in it: {tags.last_of(below)}" if below else "check the directory"
         raise CheckpointError(
             f"{path} does not say which checkpoint is the latest: there is no file {tags.LATEST_FILE!r}.",
             where=str(path),

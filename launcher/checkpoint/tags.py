@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,7 +196,12 @@ def tags_there(directory: Path) -> str:
     if not found and directory.is_dir():
         foreign = [path.name for path in directory.iterdir() if is_foreign(path) or is_megatron(path)]
         found = sorted(foreign, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
-    return ("... " if len(found) > 5 else "") + ", ".join(found[-5:])
+    return last_of(found)
+
+
+def last_of(names: Sequence[str]) -> str:
+    """Return the last names of a list, for people."""
+    return ("... " if len(names) > 5 else "") + ", ".join(names[-5:])
 
 
 def latest_tag(directory: str | Path, file: str = LATEST_FILE) -> str | None:

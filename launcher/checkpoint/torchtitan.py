@@ -72,10 +72,10 @@ def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
             "(--checkpoint.last_save_in_hf)",
         )
     heads = AttentionHeads.of(made.config)
-    stored.meta["model"] = settings_of(made)  # the heads, too: whoever loads it has the same
+    settings = settings_of(made)  # the heads, too: whoever loads it has the same
     sources = _sources(stored, heads, _TURNS_NEIGHBOURS[kind])
     ties = ties_of(made)
-    check_model(_under(stored, sources, ties), made, model)
+    check_model(_under(stored, sources, ties, settings), made, model)
     logger.warning(
         "the rows of q, k and v are read as %s, as %s says: torchtitan does not write it down", heads, model
     )
@@ -83,7 +83,7 @@ def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
     for key, source in sources.items():  # the state of a tied parameter may be under its other name
         kind, name = _parted(key)
         once.setdefault(f"{kind}/{ties.get(name, name)}", source)
-    return _under(stored, once, ties)
+    return _under(stored, once, ties, settings)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,10 @@ def _renamed(name: str) -> list[str]:
 
 
 def _under(
-    stored: SourceCheckpoint, sources: Mapping[str, _Source], ties: dict[str, str]
+    stored: SourceCheckpoint,
+    sources: Mapping[str, _Source],
+    ties: dict[str, str],
+    settings: dict[str, Any] | None,
 ) -> SourceCheckpoint:
     entries = {}
     for name, source in sources.items():
@@ -168,7 +171,7 @@ def _under(
         if source.rows is not None and _FUSED in source.key:
             size = torch.Size((len(source.rows), *size[1:]))
         entries[name] = replace(entry, size=size)
-    meta = {**stored.meta, "tied": ties, "writer": TORCHTITAN}
+    meta = {**stored.meta, "model": settings, "tied": ties, "writer": TORCHTITAN}
     if meta["optimizer"] is not None:
         groups = [[name for own in group for name in _renamed(own)] for group in meta["optimizer"]["names"]]
         names = [list(dict.fromkeys(ties.get(name, name) for name in group)) for group in groups]
