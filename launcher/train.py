@@ -21,6 +21,7 @@ from launcher.data.loader import GlobalBatchLoader
 from launcher.data.tokenizer import fingerprint, save_tokenizer
 from launcher.data.vocabulary import check_vocabulary
 from launcher.engine import Engine, report
+from launcher.engine.background_saves import choose_background
 from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
 from launcher.engine.nonfinite_tracer import weights_are_finite
 from launcher.engine.token_weights import learned_tokens, token_weights
@@ -64,6 +65,7 @@ class Training:
     expert_load: ExpertLoad = field(init=False)
     width: int = field(init=False)  # tokens of a sequence, before a curriculum
     tokens: int = field(default=0, init=False)
+    saves_chosen: bool = field(default=False, init=False)
     nonfinite: int = field(default=0, init=False)  # steps in a row, up to the last one
 
     def __post_init__(self) -> None:
@@ -149,6 +151,7 @@ class Training:
                     self.save()
                 if self.run.stop_requested():
                     saved = self.save()
+                    self.engine.saver.wait()
                     how = "saved after" if saved else "stopped, and not saved, after"
                     progress.message(f"SIGTERM: {how} step {self.engine.global_steps}")
                     raise SystemExit(0 if saved else 1)
@@ -189,6 +192,8 @@ class Training:
             "step_time_s": seconds,
         }
         record |= self.expert_load.take()
+        if engine.saver.stall_s:
+            record["checkpoint_stall_s"], engine.saver.stall_s = engine.saver.stall_s, 0.0
         if seqlen is not None:
             record["seqlen"] = seqlen
         if engine.fp16_enabled() or engine.loss_scaler.dynamic:  # also float16 under torch_autocast
@@ -246,6 +251,7 @@ class Training:
         """Write a checkpoint of everything that the run needs to go on; false where the last step or the weights are
         not finite, so that the checkpoint before stays the latest one. Every rank must call it."""
         self._collect_garbage()
+        self._choose_background()
         if not self._is_sound():
             self.engine.telemetry.say(f"step {self.engine.global_steps} is not saved: it is not finite")
             return False
@@ -260,6 +266,12 @@ class Training:
         self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=client)
         return True
 
+    def _choose_background(self) -> None:
+        """At the first save, when the optimizer has its state: choose how checkpoints are written. Collective."""
+        if not self.saves_chosen and (line := choose_background(self.engine)):
+            self.engine.telemetry.say(line)
+        self.saves_chosen = True
+
     def _is_sound(self) -> bool:
         """Return whether the last step and the weights after it are finite. Every rank must call it."""
         return self.nonfinite == 0 and weights_are_finite(self.engine)
@@ -268,6 +280,7 @@ class Training:
         """A checkpoint of the state before the step that cannot be done."""
         tag = f"global_step{self.engine.global_steps}_{EXHAUSTED}"
         if self.save(tag):
+            self.engine.saver.wait()
             before = self.run.checkpoints / tag
             error.fix = f"{error.fix}; go on from the state before this step: --resume {before}"
 

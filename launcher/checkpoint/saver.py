@@ -1,38 +1,50 @@
-"""`Saver`: the JSON's `checkpoint` section at work: where, by whom and when a checkpoint is written."""
+"""`Saver`: the JSON's `checkpoint` section at work: where, by whom and when a checkpoint is written, and how many stay."""
 
 from __future__ import annotations
 
 import copy
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from launcher.checkpoint import store
-from launcher.checkpoint.ranks import node_groups
-from launcher.checkpoint.slices import FlatSlice
+from launcher.checkpoint import retention, store
+from launcher.checkpoint.ranks import CollectiveErrors, node_groups
+from launcher.checkpoint.snapshot import Snapshot
 from launcher.checkpoint.store import TensorMap
 from launcher.config import CheckpointConfig
 
 
 class Saver:
-    """Saves and loads for one engine. Every method but `raise_failure` is collective.
+    """Saves and loads for one engine. Every method but `let_change` and `raise_failure` is collective.
 
     Args:
-        config: `tag_validation`, `use_node_local_storage` and `writer`.
+        config: the section.
         rank: 0 prints statistics.
+
+    Attributes:
+        in_background: a thread writes copies (`writer.decoupled`).
+        steps_alone_change: nothing but an optimizer step changes weights and its state, and it calls `let_change`
+            before. So they need not be copied before `save` returns.
+        stall_s: seconds for which saves have held up training; whoever reads them sets them back.
     """
 
     def __init__(self, config: CheckpointConfig, rank: int = 0) -> None:
         self.config, self.rank = config, rank
+        self.in_background, self.steps_alone_change = config.writer.decoupled, False
+        self.stall_s = 0.0
         self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self._snapshot = Snapshot()
+        self._copied = threading.Event()
+        self._copied.set()
         self.pending: list[Future[None]] = []  # at most one
         weakref.finalize(self, _say_unread, self.pending)
 
@@ -45,15 +57,33 @@ class Saver:
         self, directory: Path, tag: str, tensors: TensorMap, meta: Mapping[str, Any], latest: bool
     ) -> None:
         """Call `store.save` as the section says: now, or with a copy in the background."""
-        self.wait()
-        if not self.config.writer.decoupled:
-            self._save(directory, tag, tensors, meta, latest)
-            return
-        copies = {name: _on_host(tensor) for name, tensor in tensors.items()}
-        frozen = copy.deepcopy(dict(meta))
-        self._groups_of_ranks()  # made here: a collective of the main thread
-        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
-        self.pending.append(self._thread.submit(self._save, directory, tag, copies, frozen, latest))
+        with self._stalling():
+            self.wait()
+            if not self.in_background:
+                self._save(directory, tag, tensors, meta, latest)
+                return
+            finish = self._snapshot.begin(tensors, later=self.steps_alone_change)
+            frozen = copy.deepcopy(dict(meta))
+            self._groups_of_ranks()  # made here: a collective of the main thread
+            self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
+            self._copied.clear()
+
+            def work() -> None:
+                try:
+                    copies = finish()
+                finally:
+                    self._copied.set()
+                self._save(directory, tag, copies, frozen, latest)
+
+            self.pending.append(self._thread.submit(work))
+            if not self.steps_alone_change:
+                self._copied.wait()
+
+    def let_change(self) -> None:
+        """Wait until a save in the background has copied what an optimizer step is about to change."""
+        if not self._copied.is_set():
+            with self._stalling():
+                self._copied.wait()
 
     def load(self, directory: Path, tag: str, tensors: TensorMap, strict: bool) -> None:
         """Call `store.load` with what `find` found, after what is being written."""
@@ -77,6 +107,14 @@ class Saver:
         if self.pending and self.pending[0].done():
             self.wait()
 
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_s += time.perf_counter() - began
+
     def _save(
         self, directory: Path, tag: str, tensors: TensorMap, meta: Mapping[str, Any], latest: bool
     ) -> None:
@@ -85,6 +123,9 @@ class Saver:
         written = store.save(
             directory, tag, tensors, meta, group, latest, node=node, on_other_tags=self.config.tag_validation
         )
+        if self.config.keep_last is not None:
+            keep = self.config.keep_last, self.config.keep_every
+            CollectiveErrors(group, node).on_first(lambda: retention.delete_old(directory, *keep))
         if self.config.writer.show_statistics and self.rank == 0:
             seconds = time.perf_counter() - began
             megabytes = written / 1e6
@@ -96,17 +137,10 @@ class Saver:
     def _groups_of_ranks(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """Return (the ranks that save together, those of this node where each has its directory)."""
         if self._groups is None:
-            apart = self.node_local or self.config.writer.decoupled
+            apart = self.node_local or self.in_background
             group, node = node_groups() if apart else (None, None)
             self._groups = group, node if self.node_local else None
         return self._groups
-
-
-def _on_host(tensor: torch.Tensor | FlatSlice) -> torch.Tensor | FlatSlice:
-    """Return a copy that training does not change."""
-    if isinstance(tensor, FlatSlice):
-        return tensor.with_data(tensor.data_1d.to("cpu", copy=True))
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _say_unread(pending: list[Future[None]]) -> None:

@@ -45,6 +45,8 @@ class FlatSlice(torch.Tensor):
     start: int
     stop: int
     firsts_only: bool
+    in_memory: bool
+    """The elements lie where `data_1d` gives them, now and later."""
     _boxes: list[Box]
 
     @staticmethod
@@ -64,9 +66,11 @@ class FlatSlice(torch.Tensor):
             )
         data_1d = data_1d.detach()
         place = of if isinstance(of, Split) else Split.whole(of), start, stop
-        return cls.lazily(
+        made = cls.lazily(
             lambda: data_1d, *place, dtype=data_1d.dtype, device=data_1d.device, firsts_only=firsts_only
         )
+        made.in_memory = True
+        return made
 
     @classmethod
     def lazily(
@@ -87,8 +91,14 @@ class FlatSlice(torch.Tensor):
         """
         made: FlatSlice = torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=dtype, device=device)
         made._data, made.of, made.start, made.stop = data, of, start, stop
-        made.firsts_only, made._boxes = firsts_only, list(of.boxes(start, stop))
+        made.firsts_only, made.in_memory = firsts_only, False
+        made._boxes = list(of.boxes(start, stop))
         return made
+
+    @property
+    def written_bytes(self) -> int:
+        """Return the bytes of what is written of it."""
+        return self.element_size() * sum(math.prod(chunk.sizes) for chunk in self._chunks_to_write())
 
     @property
     def data_1d(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ from launcher.checkpoint.reader import (
     read_metadata,
 )
 from launcher.checkpoint.slices import FlatSlice
-from launcher.checkpoint.tags import latest_tag, list_tags, prune
+from launcher.checkpoint.tags import latest_tag, list_tags
 from launcher.checkpoint.writer import CheckpointWriter
 from launcher.errors import CheckpointError
 
@@ -45,7 +46,6 @@ __all__ = [
     "load",
     "load_meta",
     "peek",
-    "prune",
     "reading",
     "save",
 ]
@@ -103,6 +103,7 @@ def save(
         ranks.together(lambda: _check_visible(temporary))
         if node is not None:
             _check_separate(temporary, ranks)
+        _check_space(temporary, tensors, ranks)
         metadata, stamps = ranks.together(lambda: _write(temporary, tensors, ranks))
         if node is None:
             ranks.together(lambda: _check_complete(metadata))
@@ -337,6 +338,24 @@ def _shared(directory: Path) -> CheckpointError:
         where="checkpoint.use_node_local_storage",
         fix="save to a directory on each node's own disk, or write false: all nodes then save together",
     )
+
+
+def _check_space(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> None:
+    """Before a byte is written: the disk has room for it, as far as is known. Collective."""
+    mine = sum(tensor.written_bytes for tensor in tensors.values() if isinstance(tensor, FlatSlice))
+    needed = sum(ranks.of_sharing(mine))
+
+    def look() -> None:
+        free = shutil.disk_usage(temporary).free
+        if needed > free:
+            raise CheckpointError(
+                f"The checkpoint takes {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB left.",
+                where=str(temporary.parent),
+                fix="free some space or save elsewhere; earlier checkpoints are intact. checkpoint.keep_last deletes "
+                "old ones when a newer one is complete",
+            )
+
+    ranks.on_first(look)
 
 
 def _check_visible(temporary: Path) -> None:

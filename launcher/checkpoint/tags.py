@@ -276,27 +276,6 @@ def _newest_that_was_latest(directory: Path) -> str | None:
     return None
 
 
-def prune(directory: str | Path, keep: int) -> list[str]:
-    """Delete all but the newest `keep` checkpoints, never the one that `latest` names; return the deleted
-    tags.
-
-    To be called on one rank.
-    """
-    if keep < 1:
-        raise ValueError(f"keep={keep}: at least one checkpoint must be kept")
-    directory = Path(directory)
-    latest = latest_tag(directory)
-    gone = [tag for tag in list_tags(directory)[:-keep] if tag != latest]
-    for tag in gone:
-        path = tag_path(directory, tag)
-        # Renamed first: half a checkpoint must not look like one.
-        doomed = directory / f"{TMP}{tag}"
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
-    return gone
-
-
 def start(directory: Path, tag: str) -> Path:
     """Clean up after killed saves and make the temporary directory of a new one.
 

@@ -228,6 +228,8 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
          "is present: torch.compile (inductor) compiles each transformer block"),
     Rule(("compile", "compile.backend"), lambda section, backend: section.on and backend is not None,
          "is present: torch.compile ({1}) compiles each transformer block"),
+    Rule(("checkpoint.keep_every", "checkpoint.keep_last"), lambda every, last: every is not None and last is None,
+         "has no effect: all checkpoints stay while keep_last is left out", kind="no effect"),
     Rule(("gradient_predivide_factor", "prescale_gradients"), lambda factor, prescales: prescales and factor != 1,
          "is not used: prescale_gradients divides by the number of ranks"),
     Rule(("comet.api_key",), lambda key: key is not None,

@@ -141,7 +141,8 @@ class WriterConfig(Section):
     """Which ranks write what all ranks have alike."""
 
     decoupled: bool = False
-    """save_checkpoint() copies this rank's part of the state to host memory and returns; a thread writes it.
+    """save_checkpoint() copies this rank's part of the state to host memory and returns; a thread writes it. The memory
+    for that stays. Recipes do so where it is left out and host memory is ample, and copy beside the next forward.
     `latest` moves when all ranks have written. A save that failed raises at the end of an optimizer step, or at the
     next save, load or destroy(), which wait for it; so does a run that ends. A run that is killed meanwhile has
     the checkpoints from before."""
@@ -156,6 +157,8 @@ class CheckpointConfig(Section):
         "checkpoint_serialization": "torch.distributed.checkpoint writes the files, and has one format",
     }
     differs: ClassVar[dict[str, str]] = {
+        "keep_last": "a key of this launcher",
+        "keep_every": "a key of this launcher",
         "tag_validation": "ranks that disagree all save under rank 0's tag; in DeepSpeed each saves under its own",
         "use_node_local_storage": "such a checkpoint loads only on the same ranks of the same nodes",
     }
@@ -174,6 +177,13 @@ class CheckpointConfig(Section):
 
     parallel_write: ParallelWriteConfig = Field(default_factory=ParallelWriteConfig.model_construct)
     """Who writes which layers in DeepSpeed's pipelines."""
+
+    keep_last: Count | None = None
+    """So many of the newest checkpoints stay; older ones are deleted when a newer one is complete. Those alone that
+    save_checkpoint() named itself, global_step<N>, are deleted; never the one that `latest` names. Null: all stay."""
+
+    keep_every: Count | None = None
+    """Checkpoints whose step is a multiple of it stay, whatever `keep_last` says."""
 
     checkpoint_serialization: bool = True
     """torch.save's zip format in DeepSpeed."""

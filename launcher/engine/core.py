@@ -325,6 +325,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         ):
             self.nonfinite_tracer.tell(self, skipped=overflow)
         self.optimizer.overflow = overflow
+        if self._saver is not None and not overflow:
+            self._saver.let_change()
         if self.versions is not None:
             self.versions.advance(needed)
         if not overflow:

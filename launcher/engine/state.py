@@ -117,6 +117,8 @@ def _flat_slice(
 ) -> FlatSlice:
     """Return `data` in the place of a piece of a parameter. A node with its own storage may lack the first holders."""
     place, firsts_only = (piece.split, piece.start, piece.stop), not engine.saver.node_local
+    if isinstance(data, OffloadedSlice) and not data.of.is_offloaded:
+        data = data.load()
     if isinstance(data, Tensor):
         return FlatSlice(data, *place, firsts_only=firsts_only)
     get = partial(window.load, data)

@@ -41,6 +41,31 @@ def current_memory_bytes(device: torch.device | str = "cpu") -> int:
     return psutil.Process().memory_info().rss
 
 
+def free_host_memory() -> int:
+    """Return the bytes of host memory that can still be had: of the machine, or of this process's cgroup."""
+    free = int(psutil.virtual_memory().available)
+    for directory, limit, used, cached in _CGROUPS:
+        try:
+            most, taken = (int((directory / file).read_text()) for file in (limit, used))
+            stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        # Pages of files that nobody has used for a while are given up for whoever needs memory.
+        free = min(free, max(0, most - taken + int(stat.get(cached, 0))))
+    return free
+
+
+_CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
 def trim_malloc() -> None:
     """Have malloc give freed memory back to the system, which it keeps for later where that lies between blocks in use.
     Nothing happens where the C library is not glibc."""

@@ -8,11 +8,13 @@ import signal
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from launcher.checkpoint.store import list_tags, prune
+from launcher.checkpoint.retention import delete_old
+from launcher.checkpoint.store import list_tags
 from tests.engine.driving import advance, config_of, engine_of
 from tests.pool import RankContext, RanksFailed, WorkerPool
 from tests.zero.models import stack
@@ -24,14 +26,15 @@ MOST = 4  # steps of a life
 def live(ctx: RankContext, directory: Path, seed: int) -> None:
     """Go on from the newest complete checkpoint, at one stage or another, until one rank is killed while it saves."""
     dice = random.Random(seed)
-    section = {"writer": {"decoupled": True}} if dice.random() < 0.3 else {}
+    section: dict[str, Any] = {"writer": {"decoupled": True}} if dice.random() < 0.3 else {}
+    section |= {"keep_last": 2} if dice.random() < 0.5 else {}  # killed while it deletes, too
     engine = engine_of(config_of(dice.randrange(4), checkpoint=section), stack(seed=seed))
     victim, last, delay = dice.randrange(ctx.world), dice.randrange(MOST), dice.uniform(0, SAVE_S)
     with warnings.catch_warnings(action="ignore"):  # `latest` may be one behind
         if tags := list_tags(directory):
             assert engine.load_checkpoint(directory)[0] in (str(directory / tag) for tag in tags[-2:])
             assert engine.load_checkpoint(directory, tags[-1])[0] == str(directory / tags[-1])
-            assert tags[-1] == f"step{engine.global_steps}"
+            assert tags[-1] == f"global_step{engine.global_steps}"
     first = engine.global_steps
     for step in range(first, first + MOST):
         (loss,) = advance(engine, ctx, [step])
@@ -42,7 +45,7 @@ def live(ctx: RankContext, directory: Path, seed: int) -> None:
             timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
             timer.daemon = True
             timer.start()
-        engine.save_checkpoint(directory, f"step{engine.global_steps}")
+        engine.save_checkpoint(directory)
     if ctx.rank == victim:
         threading.Event().wait()  # for the timer
     dist.barrier()  # ends when the other rank has died
@@ -60,7 +63,7 @@ def lives(pool: WorkerPool, directory: Path, number: int) -> None:
             pool.run(live, 2, directory, seed)
         if list_tags(directory):
             with warnings.catch_warnings(action="ignore"):
-                prune(directory, 3)
+                delete_old(directory, 3)
     lines = [line.split() for line in (directory / "losses").read_text().splitlines()]
     got = [(int(step), float(loss)) for step, loss in lines]
     want = pool.run(straight, 2, max(step for step, _ in got) + 1)[0]

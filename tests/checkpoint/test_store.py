@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.checkpoint import tags
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.store import latest_tag, list_tags, load, load_meta, save
 from launcher.errors import CheckpointError
@@ -53,17 +52,6 @@ def test_a_tag_can_be_saved_again(tmp_path: Path) -> None:
     assert _value(tmp_path, "best") == 2.0
     assert load_meta(tmp_path) == ("best", {"step": 2})
     assert _names(tmp_path) == {"best", "latest"}
-
-
-def test_prune_keeps_the_newest_and_the_latest(tmp_path: Path) -> None:
-    for step in (9, 10, 11, 12):
-        _save(tmp_path, f"step{step}")
-    (tmp_path / "latest").write_text("step9\n")
-    assert tags.prune(tmp_path, 2) == ["step10"]
-    assert list_tags(tmp_path) == ["step9", "step11", "step12"]
-    assert _names(tmp_path) == {"step9", "step11", "step12", "latest"}
-    with pytest.raises(ValueError, match="keep=0"):
-        tags.prune(tmp_path, 0)
 
 
 @pytest.mark.parametrize("tag", ["", "..", "a/b", "../a", ".hidden", "latest", "a b", "a\n", "-x", "x" * 300])

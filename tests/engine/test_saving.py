@@ -6,17 +6,20 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from launcher.checkpoint import tags
+from launcher.checkpoint.snapshot import Snapshot
 from launcher.config import ConfigProblems, load
 from launcher.errors import CheckpointError, TagsDiffer
 from tests.engine.driving import advance, config_of, engine_of, whole_state
@@ -266,6 +269,72 @@ def train_while_it_saves(ctx: RankContext, stage: int, directory: Path) -> tuple
 def test_a_decoupled_save_is_of_its_moment(pool: WorkerPool, tmp_path: Path, stage: int) -> None:
     for _, meanwhile in pool.run(train_while_it_saves, 2, stage, tmp_path):
         assert meanwhile == [".tmp-global_step2"]  # two steps later it was not finished
+
+
+def copy_beside_the_forward(ctx: RankContext, stage: int, directory: Path) -> tuple[list[str], float]:
+    """Weights and moments are copied, slowly, while the next step computes; its update waits for that."""
+    engine = saving(stage, writer={"decoupled": True})
+    engine.saver.steps_alone_change = True
+    copy, threads = Snapshot._copy, set()
+
+    def slowly(snapshot: Snapshot, name: str, tensor: Any) -> Any:
+        if name.startswith("model/"):
+            time.sleep(0.02)
+            threads.add(threading.current_thread().name)
+        return copy(snapshot, name, tensor)
+
+    for saved in range(2):  # the second one finds the memory of the first
+        advance(engine, ctx, BEFORE)
+        state = whole_state(engine)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Snapshot, "_copy", slowly)
+            engine.save_checkpoint(directory, f"at{saved}")
+            losses = advance(engine, ctx, AFTER)
+        engine.saver.wait()
+        again = engine_of(config_of(stage), stack(seed=1))
+        again.load_checkpoint(directory, f"at{saved}")
+        assert all(torch.equal(value, state[name]) for name, value in whole_state(again).items())
+        assert advance(again, ctx, AFTER) == losses
+    return sorted(threads), engine.saver.stall_s
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_waits_for_the_copy_of_what_it_changes(pool: WorkerPool, tmp_path: Path, stage: int) -> None:
+    for threads, stall_s in pool.run(copy_beside_the_forward, 2, stage, tmp_path):
+        assert threads == ["checkpoint_0"] and stall_s > 0
+
+
+def keep_some(ctx: RankContext, directory: Path, decoupled: bool) -> None:
+    engine = saving(1, keep_last=1, keep_every=2, writer={"decoupled": decoupled})
+    for _ in range(5):
+        advance(engine, ctx, BEFORE[:1])
+        engine.save_checkpoint(directory)
+    engine.saver.wait()
+
+
+@pytest.mark.key("checkpoint.keep_last", "checkpoint.keep_every")
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_old_checkpoints_are_deleted(pool: WorkerPool, tmp_path: Path, decoupled: bool) -> None:
+    pool.run(keep_some, 2, tmp_path, decoupled)
+    assert tags.list_tags(tmp_path) == ["global_step2", "global_step4", "global_step5"]
+
+
+def save_on_a_small_disk(ctx: RankContext, directory: Path) -> str:
+    engine = saving(3)
+    advance(engine, ctx, BEFORE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        try:
+            engine.save_checkpoint(directory)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(pool: WorkerPool, tmp_path: Path) -> None:
+    for said in pool.run(save_on_a_small_disk, 2, tmp_path):
+        assert "the disk has 0.00 GB left" in said and "keep_last" in said
+    assert not list(tmp_path.iterdir())
 
 
 def fail_in_the_background(ctx: RankContext, directory: Path) -> list[str]:

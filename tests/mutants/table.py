@@ -210,11 +210,25 @@ MUTANTS = {
         "a checkpoint with a damaged byte is loaded without a word",
     ),
     "background-save-of-live-tensors": Mutant(
-        "checkpoint/saver.py",
-        'return tensor.with_data(tensor.data_1d.to("cpu", copy=True))',
-        'return tensor.with_data(tensor.data_1d.to("cpu"))',
+        "checkpoint/snapshot.py",
+        "        memory.copy_(source)\n",
+        "        memory = source.cpu()\n",
         "a save in the background writes weights and moments that training changes meanwhile",
         near="engine/test_saving.py",
+    ),
+    "step-that-does-not-wait-for-the-copy": Mutant(
+        "engine/core.py",
+        "        if self._saver is not None and not overflow:\n            self._saver.let_change()\n",
+        "",
+        "a recipe's save in the background has weights and moments of two steps",
+        near="engine/test_saving.py",
+    ),
+    "named-checkpoints-are-deleted": Mutant(
+        "checkpoint/retention.py",
+        "_OF_STEP.fullmatch(tag)",
+        're.search(r"(\\d+)", tag)',
+        "keep_last deletes checkpoints that somebody has named, such as best_at_step_5",
+        near="checkpoint",
     ),
     "fp32-in-the-stored-dtype": Mutant(
         "checkpoint/fp32.py",

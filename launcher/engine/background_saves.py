@@ -1,0 +1,40 @@
+"""The choice of a recipe: are checkpoints written in the background, beside the steps that follow?"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from launcher.engine.engine import Engine
+from launcher.monitor.memory import free_host_memory
+from launcher.sizes import in_words
+
+
+def choose_background(engine: Engine) -> str | None:
+    """Choose it where the JSON leaves checkpoint.writer.decoupled out; return what to tell of it, or None.
+
+    The copies need host memory: they may take half of what is free on each node. What rests on NVMe is more than host
+    memory should hold. To be called when the optimizer has its state, by a caller that changes weights by steps alone.
+    Collective.
+    """
+    saver, writer = engine.saver, engine.resolved.checkpoint.writer
+    saver.steps_alone_change = True
+    if "decoupled" in writer.model_fields_set:
+        return None
+    offload = engine.resolved.zero_optimization
+    sections = offload.offload_optimizer, offload.offload_param
+    if any(section is not None and section.device == "nvme" for section in sections):
+        return "checkpoints are written between steps: the state rests on NVMe"
+    held = engine.held_bytes()
+    mine = held["optimizer"] + (held["master"] or held["parameters"])
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = free_host_memory()
+    fits = torch.tensor(float(2 * mine * ranks_here <= free), device=engine.device)
+    dist.all_reduce(fits, dist.ReduceOp.MIN)
+    saver.in_background = bool(fits)
+    copies = f"copies take {in_words(mine)} of host memory a rank"
+    if saver.in_background:
+        return f"checkpoints are written in the background: {copies}"
+    return f"checkpoints are written between steps: {copies}, and {in_words(free)} are free for {ranks_here}"
