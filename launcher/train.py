@@ -65,6 +65,7 @@ class Training:
     expert_load: ExpertLoad = field(init=False)
     width: int = field(init=False)  # tokens of a sequence, before a curriculum
     tokens: int = field(default=0, init=False)
+    stalled_s: float = field(default=0.0, init=False)  # told of
     saves_chosen: bool = field(default=False, init=False)
     nonfinite: int = field(default=0, init=False)  # steps in a row, up to the last one
 
@@ -192,8 +193,8 @@ class Training:
             "step_time_s": seconds,
         }
         record |= self.expert_load.take()
-        if engine.saver.stall_s:
-            record["checkpoint_stall_s"], engine.saver.stall_s = engine.saver.stall_s, 0.0
+        if (stalled := engine.saver.stalled_s) > self.stalled_s:
+            record["checkpoint_stall_s"], self.stalled_s = stalled - self.stalled_s, stalled
         if seqlen is not None:
             record["seqlen"] = seqlen
         if engine.fp16_enabled() or engine.loss_scaler.dynamic:  # also float16 under torch_autocast

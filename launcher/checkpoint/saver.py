@@ -1,4 +1,4 @@
-"""`Saver`: the JSON's `checkpoint` section at work: where, by whom and when a checkpoint is written, and how many stay."""
+"""`Saver`: the JSON's `checkpoint` section at work: where and when a checkpoint is written, and which ones stay."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from launcher.checkpoint import retention, store
 from launcher.checkpoint.ranks import CollectiveErrors, node_groups
 from launcher.checkpoint.snapshot import Snapshot
 from launcher.checkpoint.store import TensorMap
+from launcher.comm.record import recorder
 from launcher.config import CheckpointConfig
 
 
@@ -33,13 +34,13 @@ class Saver:
         in_background: a thread writes copies (`writer.decoupled`).
         steps_alone_change: nothing but an optimizer step changes weights and its state, and it calls `let_change`
             before. So they need not be copied before `save` returns.
-        stall_s: seconds for which saves have held up training; whoever reads them sets them back.
+        stalled_s: seconds for which saves have held up training.
     """
 
     def __init__(self, config: CheckpointConfig, rank: int = 0) -> None:
         self.config, self.rank = config, rank
         self.in_background, self.steps_alone_change = config.writer.decoupled, False
-        self.stall_s = 0.0
+        self.stalled_s = 0.0
         self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._snapshot = Snapshot()
@@ -113,7 +114,7 @@ class Saver:
         try:
             yield
         finally:
-            self.stall_s += time.perf_counter() - began
+            self.stalled_s += time.perf_counter() - began
 
     def _save(
         self, directory: Path, tag: str, tensors: TensorMap, meta: Mapping[str, Any], latest: bool
@@ -123,6 +124,8 @@ class Saver:
         written = store.save(
             directory, tag, tensors, meta, group, latest, node=node, on_other_tags=self.config.tag_validation
         )
+        if recorder is not None:
+            recorder.saved(int(meta.get("global_steps", -1)))
         if self.config.keep_last is not None:
             keep = self.config.keep_last, self.config.keep_every
             CollectiveErrors(group, node).on_first(lambda: retention.delete_old(directory, *keep))

@@ -43,6 +43,7 @@ examples:
   launch check ds_config.json                               (what becomes of every key)
   launch schedule 1f1b --stages 4 --microbatches 8          (what each rank of a pipeline does)
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu 80GiB
+  launch top runs/mine                                      (what each rank of a run does now)
   launch inspect out                                        (what a checkpoint holds, DeepSpeed's too)
   launch export out back --format universal                 (for going on in DeepSpeed)
   launch bench io /local_nvme                               (how fast a directory is for offloading)
@@ -71,6 +72,7 @@ def launch_parser() -> FlagParser:
         "       launch manifest --kind pytorchjob|jobset --image IMAGE --num_nodes N --num_gpus G ...\n"
         "       launch memory-estimate --config DS.json --model MODEL [--num-gpus N] [--gpu TYPE|BYTES] [--compare]\n"
         "       launch plan --model MODEL --num-gpus N --gpu TYPE [--global-batch B] [--write DS.json] [--html FILE]\n"
+        "       launch top [RUN_DIR] [--once | --json]\n"
         "       launch inspect DIRECTORY | launch export DIRECTORY OUT --format F | launch import DIRECTORY OUT\n"
         "       launch shim [status | path | run -- COMMAND | install | remove]\n"
         "       launch report [--hostfile HOSTS] | launch ssh --hostfile HOSTS COMMAND\n"

@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "memory-estimate": ("memory_estimate", "memory_estimate"),
     "plan": ("plan", "plan"),
     "manifest": ("manifest", "print_manifest"),
+    "top": ("top", "top"),
     "report": ("hosts", "report"),
     "ssh": ("hosts", "ssh"),
     "inspect": ("checkpoint", "inspect"),

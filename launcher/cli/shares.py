@@ -128,7 +128,7 @@ def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
         environment=variables,
         run=job.id,
         owned=str(output_dir) if run.is_ours else None,
-        watched=flags.hang_timeout > 0,
+        watched=True,
         bind_cores=(flags.bind_core_list or "") if bind else None,
     )
 

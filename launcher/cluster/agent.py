@@ -33,6 +33,8 @@ WINDOW = 1 << 20
 front end has shown them."""
 STACKS_S = 0.5
 """How long ranks have to write their stacks; the kernel delivers the signal also where Python is blocked."""
+STATUS_S = 0.5
+"""How often the front end hears what the ranks do."""
 LOST = 3
 """Exit code of an agent that the front end does not talk to any more."""
 
@@ -84,7 +86,7 @@ class Agent:
         self._in = MessageReader(0, session and session.takes)
         self._out = MessageWriter(1, session and session.sends)
         self._silence_s, self._beat_s = float(hello["silence_s"]), float(hello["beat_s"])
-        self._heard = self._said = time.monotonic()
+        self._heard = self._beaten = self._told = time.monotonic()
         self._ranks: LocalRanks | None = None
         self._ownership: Ownership | None = None
         self._over = False
@@ -205,6 +207,13 @@ class Agent:
     def _refuse(self, error: LauncherError) -> None:
         self._say("refused", what=error.what, where=error.where, fix=error.fix)
 
+    def _tell_status(self, ranks: LocalRanks) -> None:
+        """Once a second: what the ranks do, for who looks at the run."""
+        now = time.monotonic()
+        if now - self._told >= STATUS_S and not self._out.full:
+            self._told = now
+            self._say("status", ranks=ranks.status())
+
     def _look(self) -> None:
         """See how the ranks are, and say so."""
         self._beat()
@@ -221,6 +230,7 @@ class Agent:
             self._stacks_due = None
             self._say("stacks", states=self._ranks.states())
         ended = self._ranks.poll()
+        self._tell_status(self._ranks)
         self._show()
         if ended is not None:
             if not ended:
@@ -258,7 +268,10 @@ class Agent:
             self._beat()
 
     def _beat(self) -> None:
-        if time.monotonic() - self._said >= self._beat_s:
+        if (
+            time.monotonic() - self._beaten >= self._beat_s
+        ):  # whatever else was said: it tells whether ranks hang
+            self._beaten = time.monotonic()
             self._say("alive", stalled_s=self._ranks.stalled_s() if self._ranks is not None else None)
 
     def _finish(self, grace_s: float) -> None:
@@ -266,6 +279,7 @@ class Agent:
         if self._ranks is None:
             return
         ranks, complete = self._ranks, self._ranks.poll() is True
+        self._say("status", ranks=ranks.status())
         self._ranks = None  # what comes meanwhile is not for them
         ranks.finish(grace_s, self._is_hurried)
         self._drain(ranks)
@@ -297,7 +311,6 @@ class Agent:
         self._in.ended = True
 
     def _say(self, kind: str, /, **more: object) -> None:
-        self._said = time.monotonic()
         self._out.send({"is": kind, **more})
 
 

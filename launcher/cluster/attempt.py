@@ -14,6 +14,7 @@ from launcher.cluster.failure import SAID, Failure, describe, exit_code
 from launcher.cluster.node import Node
 from launcher.cluster.node_group import NodeGroup
 from launcher.cluster.node_spec import NodeSpec
+from launcher.cluster.run_status import STACKS, RunStatus
 from launcher.cluster.signals import Interrupted, Signals
 from launcher.cluster.wire import Message, bytes_of
 from launcher.errors import ConfigError
@@ -88,6 +89,7 @@ class Attempt:
         log_options: how to speak of the ranks.
         timeouts: see `Timeouts`.
         signals: those that the front end gets.
+        status: what is known of the run, for who looks at it.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Attempt:
         log_options: LogOptions,
         timeouts: Timeouts,
         signals: Signals,
+        status: RunStatus,
     ) -> None:
         self.node_group, self.shares, self.log_options, self.timeouts = (
             node_group,
@@ -109,6 +112,7 @@ class Attempt:
             ConsoleWriter(log_options.shown),
             shares[0].log_dir,
         )
+        self.status = status
         self.causes: list[EndCause] = []
         self._stalled: dict[Node, float] = {}
         self._hurried = False
@@ -164,6 +168,9 @@ class Attempt:
                 failing = failing or message["is"] == "failing"
                 self._take(node, message)
             self.signals.look_up()
+            self.status.tick()
+            if self.status.asked_for_stacks():
+                self._write_stacks()
             stalled = [
                 self._stalled[node]
                 for node in self.node_group.nodes
@@ -180,7 +187,15 @@ class Attempt:
         match message["is"]:
             case "alive" if message["stalled_s"] is not None:
                 self._stalled[node] = message["stalled_s"]
+            case "status":
+                self.status.take(message["ranks"])
             case "started":
+                if not node.pids and node is self.node_group.nodes[0]:
+                    hosts = [
+                        (n.name, s.ranks) for n, s in zip(self.node_group.nodes, self.shares, strict=True)
+                    ]
+                    share = self.shares[0]
+                    self.status.begin(share.log_dir, hosts, self.log_options.places, share.attempt)
                 node.pids = message["pids"]
                 if note := message.get("note"):
                     logger.warning("%s", note)
@@ -230,8 +245,19 @@ class Attempt:
             for node, message in self.node_group.events():
                 self._take(node, message)
 
+    def _write_stacks(self) -> None:
+        """Somebody looks at the run: write where all ranks are."""
+        states, _ = self._stacks()
+        hang.write(states, self.log_dir, STACKS)
+
     def _hang(self) -> EndCause:
         """Ask every rank what it does, and say it."""
+        states, asked = self._stacks()
+        hang.write(states, self.log_dir)
+        return EndCause(time.time(), hang.describe(states, self.log_dir), 1, asked[0])
+
+    def _stacks(self) -> tuple[list[hang.RankState], list[Node]]:
+        """Return what every rank does, and the nodes that were asked."""
         asked = [node for node in self.node_group.nodes if node.running]
         self.node_group.tell(asked, "stacks")
         states: list[hang.RankState] = []
@@ -245,8 +271,7 @@ class Attempt:
                 else:
                     self._take(node, message)
         states.sort(key=lambda state: state.rank)
-        hang.write(states, self.log_dir)
-        return EndCause(time.time(), hang.describe(states, self.log_dir), 1, asked[0])
+        return states, asked
 
     def _failed(self, node: Node, failure: Failure, when: float) -> EndCause:
         message = describe(

@@ -16,6 +16,7 @@ from launcher.cluster.attempt import Attempt, LogOptions, RunOutcome, Timeouts
 from launcher.cluster.node import Node
 from launcher.cluster.node_group import NodeGroup
 from launcher.cluster.node_spec import NodeSpec
+from launcher.cluster.run_status import RunStatus
 from launcher.cluster.signals import Interrupted, Signals
 from launcher.cluster.wire import Message
 
@@ -46,6 +47,7 @@ class FrontEnd:
     Attributes:
         log_options: how to speak of the ranks; `assign_shares` may fill it in.
         restarts: how many there have been.
+        status: what the ranks do at present, in a file.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class FrontEnd:
         self.max_nodes = max_nodes or len(node_group.everyone)
         self.min_nodes = min_nodes or self.max_nodes
         self.restarts = 0
+        self.status = RunStatus()
         self._chosen: list[Node] = []
         self.log_options = LogOptions(several=len(node_group.nodes) > 1 or not node_group.nodes[0].here)
         self._signals = Signals()
@@ -126,8 +129,9 @@ class FrontEnd:
                 for share in shares
             ]
             outcome, cause = Attempt(
-                self.node_group, shares, self.log_options, self.timeouts, self._signals
+                self.node_group, shares, self.log_options, self.timeouts, self._signals, self.status
             ).run()
+            self.status.end(_state(outcome), outcome.message)
             if cause is None or not cause.can_retry or self.restarts >= self.max_restarts:
                 return outcome
             self.restarts += 1
@@ -187,6 +191,13 @@ class FrontEnd:
             for _ in self.node_group.events():
                 pass
             self._signals.look_up()
+
+
+def _state(outcome: RunOutcome) -> str:
+    """Return how it ended, in one word."""
+    if outcome.exit_code == 0:
+        return "completed"
+    return "interrupted" if outcome.message and outcome.message.startswith("stopped by") else "failed"
 
 
 def _is_there(node: Node) -> bool:

@@ -51,15 +51,15 @@ def describe(states: Sequence[RankState], log_dir: str) -> str:
     return "\n".join([*lines, f"  all stacks: {Path(log_dir) / FILE}"])
 
 
-def write(states: Sequence[RankState], log_dir: str) -> None:
-    """Write the stacks of all ranks."""
+def write(states: Sequence[RankState], log_dir: str, file: str = FILE) -> None:
+    """Write the stacks of all ranks into a file of the directory of logs."""
     parts = []
     for state in states:
         last = f"{state.operation}, {state.since_s:.1f} s ago" if state.number else "nothing shown"
         parts.append(f"==== rank {state.rank} on {state.host}: {last}\n{state.stack or 'no stack'}\n")
     with contextlib.suppress(OSError):  # a full disk must not hide what hangs
         Path(log_dir).mkdir(parents=True, exist_ok=True)  # the logs themselves may lie on the nodes only
-        (Path(log_dir) / FILE).write_text("\n".join(parts), encoding="utf-8")
+        (Path(log_dir) / file).write_text("\n".join(parts), encoding="utf-8")
 
 
 def place(stack: str) -> str | None:

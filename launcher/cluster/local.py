@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -135,6 +135,25 @@ class LocalRanks:
                     "among": sign.among if sign else "",
                     "since_s": sign.since_s if sign else 0.0,
                     "stack": stacks.read_text(errors="replace") if stacks.exists() else "",
+                }
+            )
+        return found
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return what each rank does, and the times of its steps: plain values, for `RunStatus.take`."""
+        found: list[dict[str, Any]] = []
+        if self._watched is None:
+            return found
+        for local_rank, process in enumerate(self._processes):
+            file = self._watched / f"{local_rank}.beacon"
+            sign, counters = flight_recorder.read(file), flight_recorder.read_counters(file)
+            found.append(
+                {
+                    "rank": self.share.first_rank + local_rank,
+                    "pid": process.pid,
+                    "doing": sign.text if sign else "",
+                    "since_s": round(sign.since_s, 3) if sign else 0.0,
+                    "counters": counters and astuple(counters),
                 }
             )
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -13,6 +14,15 @@ class Waitable(Protocol):
     """An object that can be waited for."""
 
     def wait(self) -> Any: ...
+
+
+class WaitClock:
+    """The seconds for which this process has waited for other ranks. On CUDA the device waits: nothing is counted."""
+
+    seconds = 0.0
+
+
+waits = WaitClock()
 
 
 class Pending:
@@ -36,8 +46,10 @@ class Pending:
         timing, self.timing = self.timing, None
         if timing is not None:
             timing.begin_wait()
+        began = perf_counter()
         for work in works:
             work.wait()
+        waits.seconds += perf_counter() - began
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

@@ -27,7 +27,8 @@ class CollectiveRecord:
 
 
 _recorders: list[list[CollectiveRecord]] = []
-_beacon = flight_recorder.mine()
+recorder = flight_recorder.mine()
+"""Of this process; None where nobody watches it."""
 
 
 @contextmanager
@@ -45,14 +46,14 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
 def keep_record(record: CollectiveRecord, axis: Axis) -> None:
     """Give the record to everybody who collects such; nothing is sent along an axis of one rank."""
     if axis.degree > 1:
-        if _beacon is not None:
+        if recorder is not None:
             among = "" if record.op == "send" else axis.members
-            _beacon.show(f"{record.op} of {record.tag}", among)
+            recorder.show(f"{record.op} of {record.tag}", among)
         for records in _recorders:
             records.append(record)
 
 
 def show_wait(text: str) -> None:
     """Let who watches this process know what it waits for by itself."""
-    if _beacon is not None:
-        _beacon.show(text)
+    if recorder is not None:
+        recorder.show(text)

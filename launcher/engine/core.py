@@ -372,6 +372,11 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self._microbatches = self._backwards = 0
 
     @property
+    def made_saver(self) -> Saver | None:
+        """Return it where something was saved or loaded."""
+        return self._saver
+
+    @property
     def saver(self) -> Saver:
         """Return the writer and reader of checkpoints, made when it is first asked for."""
         if self._saver is None:

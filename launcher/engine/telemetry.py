@@ -12,13 +12,16 @@ from torch import Tensor
 
 from launcher.comm import Mesh, Timing, all_reduce, observe_collectives
 from launcher.comm.log import read_log, start_log, stop_log
+from launcher.comm.pending import waits
 from launcher.comm.plain import broadcast_from_first
+from launcher.comm.record import recorder
 from launcher.config import Config
 from launcher.errors import ConfigError
+from launcher.monitor.flight_recorder import StepCounters
 from launcher.monitor.log import say
-from launcher.monitor.memory import MemoryBreakdown
+from launcher.monitor.memory import MemoryBreakdown, current_memory_bytes, peak_memory_bytes
 from launcher.monitor.throughput import Throughput
-from launcher.monitor.timers import Timers
+from launcher.monitor.timers import StepClock, Timers
 from launcher.monitor.writers import OPENERS, Monitor, MonitorEvent, open_writers
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from launcher.models.activation import Checkpointer
 
 REPORT_EVERY = 10  # steps between two lines where steps_per_print is null: what was asked for is shown
+MEMORY_EVERY_S = 1.0
 _OFF = nullcontext()
 
 
@@ -40,6 +44,7 @@ class Telemetry:
 
     Attributes:
         timers: of the phases forward, backward, reduce and step.
+        clock: the same for who watches the run from outside (`launch top`), at a microsecond a phase.
         say: prints a line or more; called on rank 0.
     """
 
@@ -50,6 +55,8 @@ class Telemetry:
         self.monitor, self._mesh, self._checkpointer = monitor, mesh, checkpointer
         self.say: Callable[[str], None] = _print
         self.timers = Timers(enabled=config.wall_clock_breakdown or flops.enabled, device=mesh.device)
+        self.clock = StepClock(lambda: waits.seconds)
+        self._held, self._looked_at = (0.0, 0.0), 0.0
         self.memory = MemoryBreakdown(mesh.device) if config.memory_breakdown and first else None
         self.profiler: StepProfiler | None = None
         if flops.enabled and first:
@@ -77,7 +84,7 @@ class Telemetry:
             self.throughput.start()
         if self.timers.enabled or self.memory is not None or self.profiler is not None:
             return self._phase(name, engine)
-        return _OFF
+        return _OFF if recorder is None else self.clock.phase(name)
 
     @contextmanager
     def _phase(self, name: str, engine: EngineCore) -> Iterator[None]:
@@ -87,6 +94,7 @@ class Telemetry:
             if self.timers.enabled and name == "backward":
                 stack.enter_context(observe_collectives(self._waited))
             stack.enter_context(self.timers(name))
+            stack.enter_context(self.clock.phase(name))
             yield
         if self.memory is not None and self._due(engine.global_steps + (name != "step"), engine):
             self.memory.mark(name)
@@ -146,6 +154,8 @@ class Telemetry:
 
     def after_step(self, engine: EngineCore) -> None:
         """An optimizer step is over, and the engine has counted it."""
+        if recorder is not None:
+            recorder.count(self._counters(engine))
         self._steps += 1
         if self.timers.enabled:
             self.timers.end_step()
@@ -157,6 +167,25 @@ class Telemetry:
             self.profiler.after_step(engine, self.timers.last_step, self.say)
         if self._due(engine.global_steps, engine):
             self._report(engine)
+
+    def _counters(self, engine: EngineCore) -> StepCounters:
+        """Return what this rank's steps took, for who watches it."""
+        clock, saver, total = self.clock, engine.made_saver, self.clock.end_step()
+        if (now := time.monotonic()) - self._looked_at > MEMORY_EVERY_S:
+            device, self._looked_at = self._mesh.device, now
+            self._held = float(current_memory_bytes(device)), float(peak_memory_bytes(device))
+        waited = {f"{name}_wait": seconds for name, seconds in clock.waits.items()}
+        return StepCounters(
+            steps=engine.global_steps,
+            samples=engine.global_samples,
+            counted=clock.steps,
+            total=total,
+            memory=self._held[0],
+            peak=self._held[1],
+            checkpoint=0.0 if saver is None else saver.stalled_s,
+            **clock.seconds,
+            **waited,
+        )
 
     def evaluated(self, engine: EngineCore, loss: float) -> None:
         """An evaluation is over: its mean loss goes to the monitors, under the name of DeepSpeed's pipeline engine."""

@@ -1,4 +1,4 @@
-"""The last thing that a rank began, where its agent can read it: a few bytes of shared memory.
+"""The last thing that a rank began, and the times of its steps, where its agent can read them: 512 bytes of memory.
 
 It costs a rank a microsecond, and it can be read while the rank hangs. Standard library only: both sides use it.
 """
@@ -8,16 +8,52 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
 VARIABLE = "LAUNCHER_BEACON"
-SIZE = 256
+SIZE = 512
+_TEXT_SIZE = 256
 _HEAD = struct.Struct("<QdH")  # number, time.monotonic, bytes of the text
-_LONGEST = SIZE - _HEAD.size
+_LONGEST = _TEXT_SIZE - _HEAD.size
 _BETWEEN = "\n"
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class StepCounters:
+    """The steps of a rank, and what they took since it began: seconds, of which `*_wait` were waits for other ranks."""
+
+    steps: float = 0.0
+    """Optimizer steps of the run, those before a resume included."""
+    samples: float = 0.0
+    """Sequences, over all ranks."""
+    counted: float = 0.0
+    """Optimizer steps that the times below are of."""
+    total: float = 0.0
+    """From the end of the first step."""
+    forward: float = 0.0
+    forward_wait: float = 0.0
+    backward: float = 0.0
+    backward_wait: float = 0.0
+    step: float = 0.0
+    step_wait: float = 0.0
+    checkpoint: float = 0.0
+    """Saves that held up training."""
+    memory: float = 0.0
+    """Bytes that the process holds on its device now."""
+    peak: float = 0.0
+    saved_step: float = -1.0
+    """The step of the last checkpoint that is complete; -1: none."""
+    saved_at: float = 0.0
+    """Seconds since the epoch."""
+
+
+_COUNTERS = struct.Struct(f"<Q{len(fields(StepCounters))}d")
+assert _COUNTERS.size <= SIZE - _TEXT_SIZE
 
 
 @dataclass(frozen=True)
@@ -41,6 +77,7 @@ class FlightRecorder:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), SIZE)
         self._numbers: Counter[str] = Counter()
+        self._counters, self._written, self._lock = StepCounters(), 0, threading.Lock()
 
     def show(self, text: str, among: str = "") -> None:
         """Say what begins, and which ranks all begin it: these count alike."""
@@ -48,6 +85,24 @@ class FlightRecorder:
         data = f"{among}{_BETWEEN}{text}".encode()[:_LONGEST]
         self._memory[_HEAD.size : _HEAD.size + len(data)] = data
         _HEAD.pack_into(self._memory, 0, self._numbers[among], time.monotonic(), len(data))
+
+    def count(self, counters: StepCounters) -> None:
+        """Say what the steps took so far; what `saved` has said stays."""
+        with self._lock:
+            saved = {"saved_step": self._counters.saved_step, "saved_at": self._counters.saved_at}
+            self._write(replace(counters, **saved))
+
+    def saved(self, step: int) -> None:
+        """Say that the checkpoint of a step is complete; any thread may."""
+        with self._lock:
+            self._write(replace(self._counters, saved_step=step, saved_at=time.time()))
+
+    def _write(self, counters: StepCounters) -> None:
+        # Their number is odd while they are written: who reads them then, reads again.
+        self._counters, self._written = counters, self._written + 2
+        struct.pack_into("<Q", self._memory, _TEXT_SIZE, self._written - 1)
+        _COUNTERS.pack_into(self._memory, _TEXT_SIZE, self._written - 1, *astuple(counters))
+        struct.pack_into("<Q", self._memory, _TEXT_SIZE, self._written)
 
 
 def prepare(path: Path) -> None:
@@ -66,6 +121,21 @@ def read(path: Path) -> FlightRecord | None:
         return None
     among, _, text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace").partition(_BETWEEN)
     return FlightRecord(number, text, time.monotonic() - when, among)
+
+
+def read_counters(path: Path) -> StepCounters | None:
+    """Return the times of a rank's steps; None before it has made one."""
+    for _ in range(_TRIES):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        number, *values = _COUNTERS.unpack_from(data, _TEXT_SIZE)
+        if number == 0:
+            return None
+        if number % 2 == 0:
+            return StepCounters(*values)
+    return None
 
 
 def mine() -> FlightRecorder | None:

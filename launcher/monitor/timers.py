@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 PHASES = ("forward", "backward", "reduce", "step")
+COUNTED = ("forward", "backward", "step")
 _OFF = nullcontext()
 
 
@@ -74,6 +76,53 @@ class Timers:
 def _in_order(times: dict[str, float]) -> dict[str, float]:
     order = {name: i for i, name in enumerate(PHASES)}
     return dict(sorted(times.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+class StepClock:
+    """Adds up phases like `Timers`, always: without waiting for the device, and with the waits for other ranks apart.
+
+    Args:
+        waited: gives the seconds that this process has waited for others.
+    """
+
+    def __init__(self, waited: Callable[[], float]) -> None:
+        self.waited = waited
+        self.seconds = dict.fromkeys(COUNTED, 0.0)
+        self.waits = dict.fromkeys(COUNTED, 0.0)
+        self.steps = 0
+        self._first: float | None = None
+        self._phases = {name: _CountedPhase(self, name) for name in COUNTED}
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the context in which phase `name` runs; phases do not nest."""
+        return self._phases[name]
+
+    def end_step(self) -> float:
+        """An optimizer step is over. Return the seconds since the end of the first one, which warms up: with it all
+        sums begin anew."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now
+            self.seconds, self.waits = dict.fromkeys(COUNTED, 0.0), dict.fromkeys(COUNTED, 0.0)
+        else:
+            self.steps += 1
+        return now - self._first
+
+
+class _CountedPhase(AbstractContextManager[None]):
+    def __init__(self, clock: StepClock, name: str) -> None:
+        self._clock, self._name = clock, name
+        self._began = self._waited = 0.0
+
+    def __enter__(self) -> None:
+        self._waited, self._began = self._clock.waited(), time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        clock = self._clock
+        clock.seconds[self._name] += time.perf_counter() - self._began
+        clock.waits[self._name] += clock.waited() - self._waited
 
 
 class _Phase(AbstractContextManager[None]):

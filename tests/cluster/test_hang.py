@@ -10,7 +10,7 @@ import pytest
 
 from launcher.cluster.hang import RankState, describe, place
 from launcher.monitor import flight_recorder
-from launcher.monitor.flight_recorder import FlightRecord
+from launcher.monitor.flight_recorder import FlightRecord, StepCounters
 from tests.cluster.launching import launch
 
 STACK = """Thread 0x00007f1 (most recent call first):
@@ -83,6 +83,26 @@ def test_beacon_is_read_as_it_was_shown(tmp_path: Path, monkeypatch: pytest.Monk
     assert flight_recorder.read(path) == FlightRecord(1, "third", ANY, "ranks 0,2"), (
         "each set of ranks counts for itself"
     )
+
+
+def test_counters_are_read_as_they_were_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "0.beacon"
+    flight_recorder.prepare(path)
+    monkeypatch.setenv(flight_recorder.VARIABLE, str(path))
+    mine = flight_recorder.mine()
+    assert mine is not None and flight_recorder.read_counters(path) is None
+    mine.show("something")
+    mine.count(StepCounters(steps=7, counted=6, forward=1.5))
+    mine.saved(7)
+    mine.count(StepCounters(steps=8, counted=7, forward=1.75))
+    told = flight_recorder.read_counters(path)
+    assert (
+        told is not None and (told.steps, told.forward, told.saved_step) == (8, 1.75, 7) and told.saved_at > 0
+    )
+    half = bytearray(path.read_bytes())
+    half[256] |= 1  # as while it is written
+    path.write_bytes(half)
+    assert flight_recorder.read_counters(path) is None
 
 
 def test_place_is_outside_of_what_only_waits() -> None:

@@ -244,7 +244,11 @@ def test_what_a_rank_is_told(tmp_path: Path) -> None:
     # Rank 0 is copied to the terminal, rank 1 is not; no error files are left by a run that went well.
     assert "out 0\nerr 0\n" in done.stdout and "out 1" not in done.stdout + done.stderr
     assert "2 ranks on cpu, backend gloo, OMP_NUM_THREADS=" in done.stdout
-    assert sorted(p.name for p in (tmp_path / "out/logs").iterdir()) == ["rank0.log", "rank1.log"]
+    assert sorted(p.name for p in (tmp_path / "out/logs").iterdir()) == [
+        "rank0.log",
+        "rank1.log",
+        "status.json",
+    ]
 
 
 def test_module_program_and_own_logs(tmp_path: Path) -> None:

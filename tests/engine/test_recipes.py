@@ -112,6 +112,17 @@ def test_a_run_writes_what_is_promised(runs: Path) -> None:
     # as in DeepSpeed: two steps of iteration 0, the top after it, and down to 0 at the sixth
     assert [r["lr"] for r in records] == pytest.approx([0, 0, 0.01, 0.01, 0.0075, 0.005])
 
+    status = json.loads((whole / "logs" / "status.json").read_text())
+    assert status["state"] == "completed" and len(status["ranks"]) == 2
+    for rank in status["ranks"]:
+        counted = rank["counters"]
+        assert (
+            counted["steps"] == STEPS and counted["counted"] == STEPS - 1 and counted["saved_step"] == STEPS
+        )
+        phases = [counted[phase] for phase in ("forward", "backward", "step")]
+        assert all(seconds > 0 for seconds in phases) and sum(phases) < counted["total"]
+        assert 0 < counted["backward_wait"] < counted["backward"] and counted["memory"] > 1 << 20
+
     config = json.loads((whole / "config.json").read_text())
     assert config["gradient_accumulation_steps"] == 2 and config["zero_optimization"]["stage"] == 3
     assert '"auto"' not in json.dumps(config)

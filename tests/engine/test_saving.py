@@ -295,7 +295,7 @@ def copy_beside_the_forward(ctx: RankContext, stage: int, directory: Path) -> tu
         again.load_checkpoint(directory, f"at{saved}")
         assert all(torch.equal(value, state[name]) for name, value in whole_state(again).items())
         assert advance(again, ctx, AFTER) == losses
-    return sorted(threads), engine.saver.stall_s
+    return sorted(threads), engine.saver.stalled_s
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

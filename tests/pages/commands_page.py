@@ -19,6 +19,7 @@ from launcher.cli.plan import plan_parser
 from launcher.cli.recipes import _serves_flags, find_recipe, recipe_names
 from launcher.cli.schedule import schedule_parser
 from launcher.cli.shim import shim_parser
+from launcher.cli.top import top_parser
 
 HEAD = """\
 # Commands
@@ -39,7 +40,7 @@ def commands_page() -> str:
             parts += _section(f"launch ... {name}", _recipe_parser(path))
     for parser in (check_parser(), estimate_parser(), plan_parser(), schedule_parser(), bench_parser()):
         parts += _section(parser.prog, parser)
-    for parser in (inspect_parser(), export_parser(), import_parser()):
+    for parser in (top_parser(), inspect_parser(), export_parser(), import_parser()):
         parts += _section(parser.prog, parser)
     parts += _section("launch shim", shim_parser())
     parts += _section("launch manifest", manifest_parser(), only=OWN)

@@ -1,0 +1,167 @@
+"""`launch top`: a run, looked at in a terminal while it goes on, or after it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from launcher.cli.flags import FlagParser
+from launcher.cluster.run_status import ASKED, STACKS
+from launcher.errors import printable
+from launcher.monitor.run_screen import render
+from launcher.monitor.run_view import RunView, find_status, read_run
+
+EVERY_S = 1.0
+STACKS_S = 5.0
+"""How long stacks are waited for."""
+DESCRIPTION = """\
+Shows what every rank of a run does: its step, where its time goes (own work, waits for other ranks, saves), its memory,
+whether it is slower than the others, the last checkpoint, restarts and messages. The run itself is not asked: `launch`
+writes logs/status.json in its directory once a second, on the machine where it was typed."""
+KEYS = "keys: t w m r sort (time, wait, memory, rank); up, down choose; l log, s stack; q ends"
+
+
+def top_parser() -> FlagParser:
+    """Return the parser of `launch top`."""
+    parser = FlagParser(
+        prog="launch top", description=DESCRIPTION, epilog=f"{KEYS}\nexample: launch top runs/pretrain-1"
+    )
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN_DIR", help="the run's directory (default: the newest one here)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one screen and end")
+    parser.add_argument("--json", action="store_true", help="print what is known as JSON and end")
+    return parser
+
+
+def top(argv: Sequence[str]) -> int:
+    """Run `launch top [RUN_DIR] [--once | --json]`."""
+    flags = top_parser().parse_args(argv)
+    status = find_status(flags.run)
+    view = read_run(status)
+    if flags.json:
+        print(json.dumps(view.as_json(), indent=1))
+        return 0
+    console = Console(highlight=False)
+    if flags.once or not (console.is_terminal and sys.stdin.isatty()):
+        console.print(render(view, console.width))
+        return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        _Screen(status, view).run(console)
+    return 0
+
+
+@dataclass
+class _Screen:
+    """The live view, and what its keys have chosen."""
+
+    status: Path
+    view: RunView
+    order: str = "r"
+    chosen: int = 0
+    shown: str = "table"
+    """table, log or stack."""
+    counters: dict[int, Any] = field(default_factory=dict)
+    asked_at: float = 0.0
+
+    def run(self, console: Console) -> None:
+        from rich.live import Live
+
+        with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+            due = 0.0
+            while True:
+                if time.monotonic() >= due:
+                    self.view = read_run(self.status, self.view, self.counters)
+                    due = time.monotonic() + EVERY_S
+                live.update(self._drawn(console.width, console.height), refresh=True)
+                for key in keys(max(0.0, due - time.monotonic())):
+                    if not self._press(key):
+                        return
+
+    def _press(self, key: str) -> bool:
+        """Return whether to go on."""
+        match key:
+            case "q" | "\x03" | "\x04":
+                return False
+            case "\x1b":  # Escape
+                self.shown = "table"
+            case "t" | "w" | "m" | "r":
+                self.order, self.shown = key, "table"
+            case "\x1b[A" | "k":
+                self.chosen = max(0, self.chosen - 1)
+            case "\x1b[B" | "j":
+                self.chosen = min(len(self.view.ranks) - 1, self.chosen + 1)
+            case "l" | "\r" | "\n":
+                self.shown = "log"
+            case "s":
+                self.shown, self.asked_at = "stack", time.time()
+                with contextlib.suppress(OSError):  # another user's run: its stacks are not for us
+                    (self.status.parent / ASKED).touch()
+        return True
+
+    def _drawn(self, width: int, height: int) -> RenderableType:
+        if self.shown == "table":
+            return render(self.view, width, height, self.order, self.chosen, KEYS)
+        rank = self.view.ranks[self.chosen].rank if self.view.ranks else 0
+        text = self._log(rank) if self.shown == "log" else self._stack(rank)
+        lines, room = text.splitlines(), height - 2
+        # A stack begins with the innermost call, a log ends with the newest line.
+        lines = lines[:room] if self.shown == "stack" else lines[-room:]
+        screen = Text(no_wrap=True, overflow="ellipsis")
+        screen.append(f"rank {rank}: {self.shown}; Escape goes back\n", style="bold")
+        return screen.append("\n".join(lines) or "(empty)")
+
+    def _log(self, rank: int) -> str:
+        for path in sorted(self.status.parent.glob(f"*rank{rank}.log")):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - (1 << 16)))
+                return printable(file.read().decode("utf-8", errors="replace"))
+        return (
+            f"there is no log of rank {rank} in {self.status.parent}: it lies on {self.view.ranks[rank].host}"
+        )
+
+    def _stack(self, rank: int) -> str:
+        path = self.status.parent / STACKS
+        if not path.exists() or path.stat().st_mtime < self.asked_at - 1:
+            late = time.time() - self.asked_at > STACKS_S
+            return (
+                "no stack has come: the run has ended, or belongs to somebody else"
+                if late
+                else "asking the ranks ..."
+            )
+        parts = path.read_text(encoding="utf-8", errors="replace").split("==== rank ")
+        mine = [part for part in parts if part.startswith(f"{rank} ")]
+        return printable(mine[0]) if mine else f"rank {rank} gave no stack"
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], list[str]]]:
+    """Yield what waits so many seconds for keys, and returns those that were pressed; the terminal echoes none."""
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+
+    def pressed(seconds: float) -> list[str]:
+        if not select.select([descriptor], [], [], seconds)[0]:
+            return []
+        text = os.read(descriptor, 64).decode(errors="replace")
+        return [text] if text.startswith("\x1b") else list(text)
+
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -1,0 +1,166 @@
+"""`RunStatus`: what a run does at present, in a file beside its logs, for `launch top` and for other programs.
+
+The front end writes `status.json` once a second, in one piece. It is whole at any time, and stays when the run has
+ended. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.monitor.flight_recorder import StepCounters
+from launcher.monitor.stragglers import StragglerDetector
+
+FILE, STACKS, ASKED = "status.json", "stacks.txt", "stacks.asked"
+"""In the directory of logs: the status; the stacks of all ranks; the file that asks for them while it is there."""
+EVERY_S = 1.0
+MOST_MESSAGES = 50
+_STAGE = re.compile(r"stage \d+")
+logger = logging.getLogger("launcher")
+
+
+@dataclass
+class RankStatus:
+    """A rank, and what it did last.
+
+    Attributes:
+        place: in the mesh; "" where there is data parallelism alone.
+        doing: the collective that it began last.
+        since_s: how long ago.
+    """
+
+    rank: int
+    host: str
+    pid: int = 0
+    place: str = ""
+    doing: str = ""
+    since_s: float = 0.0
+    counters: StepCounters | None = None
+
+
+@dataclass
+class RunStatus:
+    """The status of a run, over all its attempts.
+
+    Args:
+        command: what was started, for people.
+    """
+
+    command: str = ""
+    state: str = "starting"
+    """starting, running, or how it ended: completed, failed, interrupted."""
+    restarts: int = 0
+    started_at: float = field(default_factory=time.time)
+    ranks: list[RankStatus] = field(default_factory=list)
+    messages: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MOST_MESSAGES))
+    """(seconds since the epoch, text)."""
+    _file: Path | None = None
+    _written: float = 0.0
+    _detector: StragglerDetector | None = None
+
+    def begin(
+        self, log_dir: str, hosts: Sequence[tuple[str, int]], places: Sequence[str], restarts: int
+    ) -> None:
+        """Ranks have started.
+
+        Args:
+            hosts: the nodes and how many ranks each has, in the order of the ranks.
+            places: what each rank is in the mesh; empty where that is dp alone.
+        """
+        names = [host for host, ranks in hosts for _ in range(ranks)]
+        where = list(places) or [""] * len(names)
+        self.ranks = [RankStatus(rank, host, place=where[rank]) for rank, host in enumerate(names)]
+        # Stages have other layers each: only ranks of the same one have the same work.
+        stages = [match[0] if (match := _STAGE.search(place)) else "" for place in where]
+        self._detector = StragglerDetector(stages)
+        self._file, self.state, self.restarts = Path(log_dir) / FILE, "running", restarts
+        if restarts:
+            self.say(f"restart {restarts}")
+
+    def take(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Note what an agent tells of its ranks, and look for slow ones."""
+        for told in ranks:
+            if not 0 <= told["rank"] < len(self.ranks):
+                continue
+            status = self.ranks[told["rank"]]
+            status.pid, status.doing, status.since_s = told["pid"], told["doing"], told["since_s"]
+            if told["counters"] is not None:
+                status.counters = StepCounters(*told["counters"])
+        self._look()
+
+    def say(self, text: str) -> None:
+        """Keep a line for who looks at the run."""
+        self.messages.append((time.time(), text))
+
+    def tick(self) -> None:
+        """Once a second: write the file."""
+        if self._file is not None and time.monotonic() - self._written >= EVERY_S:
+            self._written = time.monotonic()
+            self._write(self._file)
+
+    def end(self, state: str, message: str | None) -> None:
+        """The run, or one attempt of it, has ended."""
+        self.state = state
+        if message:
+            self.say(message)
+        if self._file is not None:
+            self._write(self._file)
+
+    def asked_for_stacks(self) -> bool:
+        """Return whether somebody wants to know where the ranks are; answered once."""
+        if self._file is None:
+            return False
+        try:
+            os.unlink(self._file.with_name(ASKED))
+        except OSError:
+            return False
+        return True
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        slow = self._detector.found if self._detector is not None else {}
+        ranks = [
+            {
+                **{key: getattr(rank, key) for key in ("rank", "host", "pid", "place", "doing", "since_s")},
+                "counters": rank.counters and asdict(rank.counters),
+                "slow": asdict(slow[rank.rank]) if rank.rank in slow else None,
+            }
+            for rank in self.ranks
+        ]
+        return {
+            "version": 1,
+            "command": self.command,
+            "state": self.state,
+            "restarts": self.restarts,
+            "started_at": self.started_at,
+            "written_at": time.time(),
+            "messages": [{"at": at, "text": text} for at, text in self.messages],
+            "ranks": ranks,
+        }
+
+    def _look(self) -> None:
+        if self._detector is None:
+            return
+        newest = {status.rank: status.counters for status in self.ranks if status.counters is not None}
+        for slow in self._detector.look(newest):
+            text = f"{self.ranks[slow.rank].host} rank {slow.rank} is slow: {slow}"
+            self.say(text)
+            logger.warning("%s", text)
+            self._written = 0.0
+
+    def _write(self, file: Path) -> None:
+        temporary = file.with_name(f".{FILE}.tmp-{os.getpid()}")
+        with contextlib.suppress(OSError):  # a full disk: the run has more to lose than who looks at it
+            file.parent.mkdir(parents=True, exist_ok=True)  # the logs themselves may lie on the nodes only
+            temporary.write_text(json.dumps(self.as_json()) + "\n", encoding="utf-8")
+            os.replace(temporary, file)

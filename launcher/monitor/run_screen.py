@@ -1,0 +1,173 @@
+"""A run as text for a terminal: 80 columns are enough."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from launcher.errors import printable
+from launcher.monitor.metrics import is_number
+from launcher.monitor.progress import duration, short_number
+from launcher.monitor.run_view import SHARES, RankView, RunView, sparkline
+from launcher.sizes import in_words
+
+MARKS = {
+    "compute": ("█", "green"),
+    "wait": ("▒", "yellow"),
+    "checkpoint": ("▓", "blue"),
+    "other": ("·", "dim"),
+}
+COLOURS = {"running": "green", "completed": "green", "starting": "yellow", "silent": "red", "failed": "red"}
+MESSAGES = 4
+HEAD = 5
+"""Lines above the table; its own head is one of them."""
+ORDERS: dict[str, Callable[[RankView], float]] = {
+    "r": lambda rank: rank.rank,
+    "t": lambda rank: -(rank.seconds or 0.0) * rank.shares["compute"],
+    "w": lambda rank: -rank.shares["wait"],
+    "m": lambda rank: -rank.memory,
+}
+"""Key -> what ranks are sorted by."""
+
+
+def render(
+    view: RunView, width: int, height: int | None = None, order: str = "r", chosen: int = -1, keys: str = ""
+) -> RenderableType:
+    """Return the screen.
+
+    Args:
+        width, height: of the terminal; without a height all ranks are shown.
+        order: a key of `ORDERS`.
+        chosen: the index of the rank that is marked.
+        keys: a line that says which there are.
+    """
+    ranks = sorted(view.ranks, key=ORDERS[order])
+    room = len(ranks) if height is None else max(1, height - HEAD - MESSAGES - 3)
+    table, hidden = _table(view, ranks[:room], width, chosen), ranks[room:]
+    parts: list[RenderableType] = [_title(view, width), _progress(view, width), table]
+    if hidden:
+        slow = sum(rank.slow is not None for rank in hidden)
+        parts.append(
+            Text(f"and {len(hidden)} ranks more{f', {slow} of them slow' if slow else ''}", style="dim")
+        )
+    parts += [_message(at, text, width) for at, text in view.messages[-MESSAGES:]]
+    if keys:
+        parts.append(Text(keys[: width - 1] if len(keys) >= width else keys, style="dim"))
+    return Group(*parts)
+
+
+def _title(view: RunView, width: int) -> Text:
+    ends = time.time() if view.state in ("starting", "running") else view.written_at
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(view.state, style=f"bold {COLOURS.get(view.state, 'yellow')}")
+    if view.state == "silent":
+        line.append(f" for {duration(time.time() - view.written_at)}")
+    line.append(f"  {duration(ends - view.started_at)}  {len(view.ranks)} ranks")
+    if view.restarts:
+        line.append(f"  {view.restarts} restart{'s' * (view.restarts > 1)}", style="yellow")
+    line.append(f"  {printable(str(view.directory))}", style="dim")
+    line.truncate(width)
+    return line
+
+
+def _progress(view: RunView, width: int) -> Text:
+    """Return the lines of training: step, loss, speed, the curve, the last checkpoint."""
+    steps = [rank.step for rank in view.ranks if rank.step is not None]
+    parts = [f"step {max(steps)}"] if steps else ["no step yet"]
+    losses = [record["loss"] for record in view.records if is_number(record.get("loss"))]
+    if losses:
+        parts.append(f"loss {losses[-1]:.4f}")
+    last = view.records[-1] if view.records else {}
+    if is_number(last.get("tokens_per_s")):
+        parts.append(f"{short_number(last['tokens_per_s'])} tokens/s")
+    elif view.samples:
+        parts.append(f"{view.samples:.3g} sequences/s")
+    if is_number(last.get("lr")):
+        parts.append(f"lr {last['lr']:.3g}")
+    if view.saved is not None:
+        parts.append(f"checkpoint of step {view.saved[0]}, {_ago(view.saved[1])}")
+    text = Text("  ".join(parts), no_wrap=True)
+    text.truncate(width)
+    curve = sparkline(losses, width - 6) if len(losses) > 1 else ""
+    return Text("\n", no_wrap=True).join([text, *([Text(f"loss {curve}", style="cyan")] if curve else [])])
+
+
+def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Table:
+    wide, several = width >= 110, any(rank.place for rank in ranks)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for name in ("rank", "host", *(("place",) if wide and several else ()), "step", "s/step"):
+        least = {"rank": 4, "step": 5, "s/step": 6}.get(name, 6)
+        left = name in ("host", "place")
+        table.add_column(
+            name,
+            justify="left" if left else "right",
+            no_wrap=True,
+            min_width=least,
+            max_width=24 if wide else 16,
+        )
+    bar = 40 if wide else 20
+    table.add_column(_legend(bar), no_wrap=True, min_width=bar)
+    table.add_column("wait", justify="right", no_wrap=True, min_width=4)
+    table.add_column("memory", justify="right", no_wrap=True, min_width=8)
+    table.add_column("", no_wrap=True, overflow="ellipsis")
+    mark = view.ranks[chosen].rank if 0 <= chosen < len(view.ranks) else -1
+    for rank in ranks:
+        cells: list[RenderableType] = [str(rank.rank), printable(rank.host)]
+        if wide and several:
+            cells.append(rank.place)
+        cells += [
+            "" if rank.step is None else str(rank.step),
+            "" if rank.seconds is None else f"{rank.seconds:.3g}",
+            _bar(rank, bar),
+            f"{rank.shares['wait']:.0%}" if rank.seconds else "",
+            in_words(rank.memory) if rank.memory else "",
+            _note(rank),
+        ]
+        table.add_row(*cells, style="reverse" if rank.rank == mark else None)
+    return table
+
+
+def _legend(width: int) -> Text:
+    names = SHARES if width > 30 else SHARES[:2]
+    legend = Text()
+    for name in names:
+        legend.append(f"{MARKS[name][0]} ", style=MARKS[name][1]).append(f"{name} ")
+    return legend
+
+
+def _bar(rank: RankView, width: int) -> Text:
+    bar, left = Text(), width
+    if rank.seconds is None:
+        return bar
+    for name in SHARES:
+        size = left if name == SHARES[-1] else min(left, round(rank.shares[name] * width))
+        bar.append(MARKS[name][0] * size, style=MARKS[name][1])
+        left -= size
+    return bar
+
+
+def _note(rank: RankView) -> Text:
+    if rank.slow is not None:
+        return Text(
+            f"{rank.slow['phase']} {rank.slow['ratio']:.2f}x, {rank.slow['steps']} steps", style="bold red"
+        )
+    if rank.doing and (rank.since_s > 5.0 or rank.step is None):
+        return Text(f"{printable(rank.doing)} for {rank.since_s:.0f} s", style="yellow")
+    return Text("")
+
+
+def _message(at: float, text: str, width: int) -> Text:
+    line = Text(
+        f"{time.strftime('%H:%M:%S', time.localtime(at))} {printable(text.splitlines()[0])}", no_wrap=True
+    )
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _ago(at: float) -> str:
+    seconds = max(0.0, time.time() - at)
+    return f"{seconds:.0f} s ago" if seconds < 100 else f"{duration(seconds)} ago"

@@ -1,0 +1,254 @@
+"""`RunView`: a run as `launch top` sees it, from the files that it writes.
+
+`logs/status.json` (cluster/run_status.py) says what every rank does, `metrics.jsonl` how training goes. Nothing is
+asked of the run itself, so looking costs it nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import ConfigError
+from launcher.monitor.metrics import is_number
+
+STATUS = "status.json"
+SILENT_S = 10.0
+"""A run that goes on writes its status once a second."""
+TAIL = 1 << 18
+"""Bytes of metrics.jsonl that are read: some hundred steps."""
+SHARES = ("compute", "wait", "checkpoint", "other")
+
+
+@dataclass(frozen=True)
+class RankView:
+    """A rank, and where its time goes.
+
+    Attributes:
+        step: the last optimizer step that it has made; None: none yet.
+        seconds: of an optimizer step.
+        shares: of its time, by `SHARES`: its own work in forward, backward and step; waits for other ranks there; saves
+            that held it up; all else, such as reading data.
+    """
+
+    rank: int
+    host: str
+    place: str
+    pid: int
+    step: int | None
+    seconds: float | None
+    shares: Mapping[str, float]
+    memory: int
+    peak: int
+    doing: str
+    since_s: float
+    slow: dict[str, Any] | None
+    """phase, ratio and steps of `stragglers.Straggler`."""
+
+
+@dataclass(frozen=True)
+class RunView:
+    """All that is known of a run.
+
+    Attributes:
+        state: starting, running, completed, failed, interrupted, or silent: nothing is written any more.
+        records: the last steps of metrics.jsonl; [] where the run is no recipe's.
+        saved: (step, seconds since the epoch) of the last complete checkpoint.
+    """
+
+    directory: Path
+    state: str
+    command: str
+    restarts: int
+    started_at: float
+    written_at: float
+    ranks: list[RankView]
+    messages: list[tuple[float, str]]
+    records: list[dict[str, Any]] = field(default_factory=list)
+    saved: tuple[int, float] | None = None
+    samples: float = 0.0
+    """Sequences per second, over all ranks."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, for `launch top --json`."""
+        ranks = [{**vars(rank), "shares": dict(rank.shares)} for rank in self.ranks]
+        saved = None if self.saved is None else {"step": self.saved[0], "at": self.saved[1]}
+        return {
+            **{
+                key: getattr(self, key)
+                for key in ("state", "command", "restarts", "started_at", "written_at")
+            },
+            "directory": str(self.directory),
+            "samples_per_s": self.samples,
+            "last_metrics": self.records[-1] if self.records else None,
+            "checkpoint": saved,
+            "messages": [{"at": at, "text": text} for at, text in self.messages],
+            "ranks": ranks,
+        }
+
+
+def find_status(given: str | None) -> Path:
+    """Return the status file of a run's directory, or of the newest run here.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if given is not None:
+        found = [
+            path
+            for path in (Path(given) / "logs" / STATUS, Path(given) / STATUS, Path(given))
+            if path.is_file()
+        ]
+        if not found:
+            raise ConfigError(
+                f"there is no {STATUS} in {Path(given) / 'logs'}",
+                where="launch top",
+                fix="name the directory of a run that `launch` has started on this machine, or one that they share",
+            )
+        return found[0]
+    here = [
+        *Path().glob(f"logs/{STATUS}"),
+        *Path().glob(f"*/logs/{STATUS}"),
+        *Path().glob(f"runs/*/logs/{STATUS}"),
+    ]
+    if not here:
+        raise ConfigError(
+            "no run was found here",
+            where="launch top",
+            fix="name the directory of a run: launch top runs/NAME",
+        )
+    return max(here, key=lambda path: path.stat().st_mtime)
+
+
+def read_run(status: Path, before: RunView | None = None, counters: dict[int, Any] | None = None) -> RunView:
+    """Return what the files say now.
+
+    Args:
+        status: from `find_status`.
+        before: what was read before; the same is returned where nothing was written since.
+        counters: of each rank when they were read before; times are those since, and it is brought up to date.
+
+    Raises:
+        ConfigError: the file is none of a run's.
+    """
+    try:
+        content = json.loads(status.read_text(encoding="utf-8"))
+        if (
+            before is not None
+            and content["written_at"] == before.written_at
+            and content["state"] != "running"
+        ):
+            return before
+        return _view(status, content, {} if counters is None else counters)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{status} is not the status of a run: {error}",
+            where=str(status),
+            fix="name the directory of a run",
+        ) from error
+
+
+def _view(status: Path, content: Mapping[str, Any], before: dict[int, Any]) -> RunView:
+    directory = status.parent.parent if status.parent.name == "logs" else status.parent
+    ranks, saved, samples = [], None, 0.0
+    for told in content["ranks"]:
+        counters = told["counters"]
+        since = _since(counters, before.get(told["rank"]))
+        ranks.append(_rank(told, counters, since))
+        if counters is not None:
+            before[told["rank"]] = counters
+            if counters["saved_step"] >= 0:
+                saved = max(saved or (0, 0.0), (int(counters["saved_step"]), float(counters["saved_at"])))
+            if since and since["total"] > 0 and since["counted"]:
+                steps = counters["samples"] / max(counters["steps"], 1)
+                samples = max(samples, steps * since["counted"] / since["total"])
+    state = str(content["state"])
+    if state == "running" and time.time() - content["written_at"] > SILENT_S:
+        state = "silent"
+    return RunView(
+        directory=directory,
+        state=state,
+        command=str(content["command"]),
+        restarts=int(content["restarts"]),
+        started_at=float(content["started_at"]),
+        written_at=float(content["written_at"]),
+        ranks=ranks,
+        messages=[(float(message["at"]), str(message["text"])) for message in content["messages"]],
+        records=last_records(directory / "metrics.jsonl"),
+        saved=saved,
+        samples=samples,
+    )
+
+
+def _since(
+    counters: Mapping[str, float] | None, before: Mapping[str, float] | None
+) -> dict[str, float] | None:
+    """Return what was counted since another reading; since the start, where that is of no step or of another start."""
+    if counters is None:
+        return None
+    if before is None or counters["counted"] <= before["counted"]:
+        return dict(counters)
+    return {key: counters[key] - before[key] for key in counters}
+
+
+def _rank(
+    told: Mapping[str, Any], counters: Mapping[str, float] | None, since: Mapping[str, float] | None
+) -> RankView:
+    shares, seconds = dict.fromkeys(SHARES, 0.0), None
+    if since is not None and since["total"] > 0 and since["counted"]:
+        waited = sum(since[f"{phase}_wait"] for phase in ("forward", "backward", "step"))
+        worked = sum(since[phase] for phase in ("forward", "backward", "step")) - waited
+        known = {"compute": worked, "wait": waited, "checkpoint": since["checkpoint"]}
+        shares = {key: min(max(value / since["total"], 0.0), 1.0) for key, value in known.items()}
+        shares["other"] = max(0.0, 1.0 - sum(shares.values()))
+        seconds = since["total"] / since["counted"]
+    return RankView(
+        rank=int(told["rank"]),
+        host=str(told["host"]),
+        place=str(told["place"]),
+        pid=int(told["pid"]),
+        step=None if counters is None else int(counters["steps"]),
+        seconds=seconds,
+        shares=shares,
+        memory=0 if counters is None else int(counters["memory"]),
+        peak=0 if counters is None else int(counters["peak"]),
+        doing=str(told["doing"]),
+        since_s=float(told["since_s"]),
+        slow=told["slow"],
+    )
+
+
+def last_records(metrics: Path) -> list[dict[str, Any]]:
+    """Return the last steps of a metrics.jsonl; [] where there is none. Torn lines are left out."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - TAIL))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and is_number(record.get("step")):
+            records.append(record)
+    return records
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return a curve of so many characters at most; each is the mean of a part of the values."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [i * len(values) // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    marks = "▁▂▃▄▅▆▇█"
+    return "".join(marks[min(7, int(8 * (mean - low) / (high - low or 1)))] for mean in means)

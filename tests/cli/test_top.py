@@ -1,0 +1,133 @@
+"""`launch top`: what is shown of a run, from the files that it has written."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launcher.cli.main import main
+from launcher.cluster.run_status import RunStatus
+from launcher.monitor.flight_recorder import StepCounters
+from launcher.monitor.run_screen import ORDERS, render
+from launcher.monitor.run_view import find_status, read_run, sparkline
+
+
+def counters(**more: float) -> StepCounters:
+    times = {"forward": 3.0, "backward": 6.0, "backward_wait": 2.0, "step": 0.5, "checkpoint": 0.5}
+    return StepCounters(**{"steps": 12, "samples": 96, "counted": 10, "total": 10.0, **times, **more})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The directory of a run of four ranks in two stages, of which the last one is slow."""
+    status = RunStatus()
+    places = [f"stage {stage}, dp {dp}" for stage in range(2) for dp in range(2)]
+    status.begin(str(tmp_path / "logs"), [("node1", 2), ("node2", 2)], places, restarts=1)
+    for at in (0, 10, 20, 30):
+        told = [
+            {
+                "rank": rank, "pid": 100 + rank, "doing": "all_gather of model.layers.0", "since_s": 0.1,
+                "counters": list(asdict(counters(
+                    steps=at, counted=at, total=at, forward=at * (0.5 if rank == 3 else 0.3),
+                    backward=0.2 * at, backward_wait=0.1 * at, saved_step=10, saved_at=time.time() - 7,
+                    memory=3 << 30, peak=4 << 30,
+                )).values()),
+            }
+            for rank in range(4)
+        ]  # fmt: skip
+        status.take(told)
+    status.tick()
+    lines = [{"step": n, "loss": 5.0 - n / 10, "lr": 1e-4, "tokens_per_s": 12345.0} for n in range(1, 31)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3')
+    return tmp_path
+
+
+def screen(run: Path, width: int, **more: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(render(read_run(find_status(str(run))), width, **more))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_screen_says_it_all(run: Path, width: int) -> None:
+    text = screen(run, width)
+    for part in ("running", "4 ranks", "1 restart", "step 30", "loss 2.0000", "12.3k tokens/s", "node2"):
+        assert part in text, text
+    assert "checkpoint of step 10, 7 s ago" in text and "3.00 GiB" in text
+    assert "forward 1.67x" in text and "node2 rank 3 is slow" in text
+    assert ("stage 1, dp 1" in text) == (width == 160)
+
+
+def test_a_low_terminal_shows_some_ranks_and_says_so(run: Path) -> None:
+    assert "and 3 ranks more, 1 of them slow" in screen(run, 80, height=12)
+    first = {order: screen(run, 80, height=12, order=order) for order in ORDERS}
+    assert " 3 node2" in first["t"] and " 0 node1" in first["r"]
+
+
+def test_json_has_the_shares_of_each_rank(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    rank = told["ranks"][3]
+    assert rank["slow"]["phase"] == "forward" and rank["pid"] == 103
+    shares = rank["shares"]
+    assert shares["wait"] == pytest.approx(0.1) and sum(shares.values()) == pytest.approx(1.0)
+    assert told["last_metrics"]["step"] == 30 and told["checkpoint"]["step"] == 10
+
+
+def test_times_are_those_since_the_last_look(run: Path) -> None:
+    seen: dict[int, Mapping[str, float]] = {}
+    first = read_run(find_status(str(run)), None, seen)
+    file = run / "logs" / "status.json"
+    content = json.loads(file.read_text())
+    for rank in content["ranks"]:
+        rank["counters"] |= {"counted": 40.0, "total": 50.0}
+    file.write_text(json.dumps(content))
+    second = read_run(find_status(str(run)), first, seen)
+    assert first.ranks[0].seconds == 1.0 and second.ranks[0].seconds == 2.0
+
+
+def test_a_run_whose_front_end_was_killed_is_silent(run: Path) -> None:
+    file = run / "logs" / "status.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"written_at": time.time() - 60}))
+    assert "silent for 0:01:00" in screen(run, 80)
+
+
+def test_what_ranks_are_called_cannot_act_on_the_terminal(run: Path) -> None:
+    file = run / "logs" / "status.json"
+    file.write_text(file.read_text().replace("node1", "no\\u001b[2Jde"))
+    assert "\x1b[2J" not in screen(run, 80)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"ranks": 3}', '{"ranks": [{}], "written_at": 0, "state": "running"}']
+)
+def test_what_is_no_status_is_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "status.json").write_text(text)
+    assert main(["top", str(tmp_path)]) == 2
+    assert "is not the status of a run" in capsys.readouterr().err
+
+
+def test_no_run_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["top"]) == 2 and main(["top", "absent"]) == 2
+    assert "no run was found here" in (said := capsys.readouterr().err) and "there is no status.json" in said
+
+
+def test_a_curve_fits_its_width() -> None:
+    assert sparkline([], 10) == "" and sparkline([1.0], 10) == "▁"
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert len(sparkline(list(range(1000)), 30)) == 30
