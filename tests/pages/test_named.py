@@ -21,7 +21,8 @@ NOT_OURS = {"deepspeed_api.md", "config.md", "transformers.md", "files.md", "cli
 THEIRS = {
     "ds_config.json", "config.json", "generation_config.json", "summary.json", "flags.json", "meta.json", "old.json",
     "schedule.json", "device.json", "ds.json", "train.py", "my_script.py", "zero_to_fp32.py", "aio.json", "RUN.json",
-    "logs/status.json", "RECIPE.py", "SCRIPT.py", "DS.json", "OUT.json", "NAME.py", "FILE.json", "x.py", "new.json", "data.py",
+    "logs/status.json", "RECIPE.py", "SCRIPT.py", "DS.json", "OUT.json", "NAME.py", "FILE.json", "x.py", "new.json",
+    "data.py",
 }  # fmt: skip
 OUTSIDE = {  # words of Python, classes of torch, transformers, DeepSpeed and Kubernetes, and keys
     "None", "True", "False",
