@@ -321,6 +321,7 @@ class Training:
         return None if self.tokenizer is None else fingerprint(self.tokenizer)
 
     def _finish(self) -> None:
+        self.engine.saver.wait()  # an error names the last checkpoint
         output, failure = self.run.output_dir, None if self._is_sound() else self._failure()
         if failure is None:
             if self.engine.global_steps and not self._due(self.run.args.save_every):

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher.cluster.node_spec import open_log
+from launcher.cluster.secret import masked
 from launcher.monitor.flight_recorder import StepCounters
 from launcher.monitor.stragglers import StragglerDetector
 
@@ -100,7 +102,7 @@ class RunStatus:
 
     def say(self, text: str) -> None:
         """Keep a line for who looks at the run."""
-        self.messages.append((time.time(), text))
+        self.messages.append((time.time(), masked(text)))
 
     def tick(self) -> None:
         """Once a second: write the file."""
@@ -162,5 +164,8 @@ class RunStatus:
         temporary = file.with_name(f".{FILE}.tmp-{os.getpid()}")
         with contextlib.suppress(OSError):  # a full disk: the run has more to lose than who looks at it
             file.parent.mkdir(parents=True, exist_ok=True)  # the logs themselves may lie on the nodes only
-            temporary.write_text(json.dumps(self.as_json()) + "\n", encoding="utf-8")
+            text = json.dumps(self.as_json()) + "\n"
+            temporary.unlink(missing_ok=True)
+            with open_log(temporary, keep=False) as opened:  # nobody else's business, like the logs
+                opened.write(text.encode())
             os.replace(temporary, file)

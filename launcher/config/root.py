@@ -39,6 +39,7 @@ from launcher.config.small_sections import (
     CompileConfig,
     DataEfficiencyConfig,
     ExpertParallelConfig,
+    ReplicaCheckConfig,
 )
 from launcher.config.source import file_of, read
 from launcher.config.zero import ZeroConfig
@@ -127,6 +128,9 @@ class Config(Section):
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig.model_construct)
     """How checkpoints are written."""
+
+    replica_check: ReplicaCheckConfig = Field(default_factory=ReplicaCheckConfig.model_construct)
+    """Ranks compare what they hold alike."""
 
     compile: CompileConfig = Field(default_factory=CompileConfig.model_construct)
     """torch.compile of the blocks."""

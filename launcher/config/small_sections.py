@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from launcher.config.section import Count, Section, WholeNumber, WholeNumbers, complaint
+from launcher.config.section import Count, Section, WholeNumber, WholeNumbers, complaint, lower
 
 
 class ActivationCheckpointingConfig(Section):
@@ -198,6 +198,27 @@ NEEDED = {
     "fixed_discrete": ("difficulty", "max_step"),
 }
 """Schedule type -> the keys of its schedule_config."""
+
+
+class ReplicaCheckConfig(Section):
+    """What several ranks hold alike is compared, bit for bit: a fault of memory or of a processor, or a script that
+    changes weights on some ranks only, is found, and the ranks and parameters are named.
+
+    These are parameters at stages 0 to 2, and those that stage 3 keeps whole; at stage 0, and in the groups of MiCS,
+    the optimizer's state, too. What is sharded has no replica, and is not looked at; nor is what is offloaded.
+    """
+
+    differs: ClassVar[dict[str, str]] = {
+        "every": "a key of this launcher",
+        "action": "a key of this launcher",
+    }
+
+    every: WholeNumber = 100
+    """Optimizer steps between two checks; 0: none. A check reads what is compared once, and sends a number for each."""
+
+    action: Annotated[Literal["stop", "warn"], BeforeValidator(lower)] = "stop"
+    """"stop" raises on all ranks before the step is made. "warn" goes on: for stage 0 on processors of several kinds,
+    which may round differently."""
 
 
 class ExpertParallelConfig(Section):

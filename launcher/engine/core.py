@@ -26,7 +26,7 @@ from launcher.engine.clipping import Clipping
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.engine_getters import EngineGetters
-from launcher.engine.finite import check_scales, skips_overflow, tell_overflow
+from launcher.engine.finite import check_replicas, check_scales, skips_overflow, tell_overflow
 from launcher.engine.gradient_plan import GradientPlan
 from launcher.engine.nonfinite_tracer import NonFiniteTracer
 from launcher.engine.same_inputs import SameInputs
@@ -327,6 +327,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.optimizer.overflow = overflow
         if self._saver is not None and not overflow:
             self._saver.let_change()
+        check_replicas(self)
         if self.versions is not None:
             self.versions.advance(needed)
         if not overflow:

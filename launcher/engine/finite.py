@@ -1,7 +1,8 @@
-"""The treatment of gradients that are missing or not finite in a step."""
+"""The treatment of a step that would go wrong: gradients are missing or not finite, or replicas have come apart."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from launcher.config import Config
@@ -14,6 +15,8 @@ from launcher.zero.features.overflow import find_overflows, in_words
 
 if TYPE_CHECKING:
     from launcher.engine.core import EngineCore
+
+logger = logging.getLogger("launcher")
 
 
 def skips_overflow(config: Config) -> bool:
@@ -73,3 +76,23 @@ def tell_overflow(engine: EngineCore) -> None:
         if engine.mesh.rank == 0:
             what = f"step {engine.global_steps + 1} is skipped ({skipped} so far): the gradient is not finite"
             print(f"{what} of {which} (bf16.check_grad_overflow is true)", flush=True)
+
+
+def check_replicas(engine: EngineCore) -> None:
+    """Before every so many steps: compare what several ranks hold alike (`replica_check`).
+
+    Raises:
+        LauncherError: it differs, and the JSON does not say "warn".
+    """
+    section, optimizer = engine.resolved.replica_check, engine.optimizer
+    due = section.every and (engine.global_steps + 1) % section.every == 0
+    if not due or engine.world_size == 1 or optimizer is None or engine.versions is not None:
+        return
+    from launcher.zero.features.replicas import compare_replicas
+
+    try:
+        compare_replicas(engine.zero.flats, optimizer.states_in_memory)
+    except LauncherError as error:
+        if section.action == "stop":
+            raise
+        logger.warning("before step %d: %s", engine.global_steps + 1, error)

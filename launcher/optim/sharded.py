@@ -312,6 +312,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self.tensors[slot.name] in self.inner.state
         }
 
+    def states_in_memory(self, name: str) -> dict[str, Any]:
+        """Return the inner optimizer's states of a parameter, where this rank owns a part of it."""
+        tensor = self.tensors.get(name)
+        return dict(self.inner.state[tensor]) if tensor is not None and tensor in self.inner.state else {}
+
     def start_state(self, name: str, key: str, dtype: torch.dtype) -> Tensor | OffloadedSlice:
         """Call `FlatState.start` of an owned parameter."""
         return self._state_of[name].start(name, key, dtype)

@@ -1,0 +1,124 @@
+"""The check that what several ranks hold alike is alike, bit for bit (`replica_check`).
+
+Data-parallel ranks have the same parameters at the stages that do not shard them; at stage 0, and in the groups of
+MiCS, the same optimizer state, too. They differ where memory or a processor has made a mistake (Llama 3,
+arXiv:2407.21783, section 3.3.4: six of 419 interruptions), and where a script has changed weights on some ranks only.
+Nothing else would tell: every rank goes on with a finite loss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.comm import Axis
+from launcher.comm.plain import gather_plain
+from launcher.errors import LauncherError
+from launcher.zero.flat import FlatBuffer
+
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+StateOf = Callable[[str], Mapping[str, Any]]
+"""Name of a parameter -> the states that the optimizer has of it in memory."""
+
+
+class _Replica(NamedTuple):
+    """What the ranks of an axis hold alike: a flat buffer or a state of one parameter, and its pieces with names."""
+
+    axis: Axis
+    whole: Tensor
+    pieces: list[tuple[str, Tensor]]
+
+
+class Deviation(NamedTuple):
+    """Ranks that hold other values than the rest.
+
+    Attributes:
+        ranks: numbers in the whole run; those of all replicas where no majority says which are right.
+        names: of parameters and states, the first few.
+    """
+
+    ranks: list[int]
+    names: list[str]
+    is_known: bool
+
+    def __str__(self) -> str:
+        what = ", ".join(self.names[:4]) + (f" and {len(self.names) - 4} more" if len(self.names) > 4 else "")
+        numbers = ",".join(map(str, self.ranks))
+        if self.is_known:
+            who = f"rank {numbers} holds" if len(self.ranks) == 1 else f"ranks {numbers} hold"
+            return f"{who} other values than all its replicas of {what}"
+        return f"ranks {numbers} hold different values of {what}, and which of them are right cannot be told"
+
+
+def compare_replicas(flats: Sequence[FlatBuffer], state_of: StateOf) -> None:
+    """Compare the replicas of this rank's values with those of the other ranks. Collective.
+
+    Raises:
+        LauncherError: on every rank of the axis on which they differ.
+    """
+    by_axis: dict[int, list[_Replica]] = {}
+    for replica in _replicas(flats, state_of):
+        if replica.axis.group is not None:
+            by_axis.setdefault(id(replica.axis), []).append(replica)
+    found = [deviation for replicas in by_axis.values() if (deviation := _compared(replicas)) is not None]
+    if found:
+        raise LauncherError(
+            "; ".join(map(str, found)),
+            where="replica_check",
+            fix="if the script changes weights or optimizer state, change them on every rank; else test the memory and "
+            "the processors of these ranks, and go on from a checkpoint before this step on other machines",
+        )
+
+
+def _replicas(flats: Sequence[FlatBuffer], state_of: StateOf) -> Iterator[_Replica]:
+    for flat in flats:
+        dp, replicate = flat.axes.dp, flat.axes.replicate
+        if not flat.sharded and flat.full is not None:
+            yield _Replica(dp, flat.full, [(slot.name, flat.full[slot.span]) for slot in flat.slots])
+        owners = replicate if flat.shards_optim else dp
+        if owners.degree == 1 or flat.is_offloaded or not flat.trainable:
+            continue
+        if flat.sharded or flat.own_master:
+            named = [(f"the master of {slot.name}", part) for slot, part in flat.owned_views(flat.master)]
+            yield _Replica(owners, flat.master, named)
+        for slot, _, _ in flat.overlaps(flat.owned):
+            for key, value in state_of(slot.name).items():
+                if isinstance(value, Tensor) and value.dim():
+                    yield _Replica(owners, value, [(f"{key} of {slot.name}", value)])
+
+
+def _compared(replicas: Sequence[_Replica]) -> Deviation | None:
+    """Compare what the ranks of one axis hold."""
+    group = replicas[0].axis.group
+    rows = gather_plain(digests([replica.whole for replica in replicas]), group)
+    if all(row == rows[0] for row in rows):
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    usual, count = Counter(map(tuple, rows)).most_common(1)[0]
+    known = 2 * count > len(rows)
+    others = [rank for rank, row in zip(ranks, rows, strict=True) if tuple(row) != usual]
+    columns = zip(replicas, zip(*rows, strict=True), strict=True)
+    pieces = [piece for replica, values in columns if len(set(values)) > 1 for piece in replica.pieces]
+    closer = gather_plain(digests([tensor for _, tensor in pieces]), group)
+    named = zip(pieces, zip(*closer, strict=True), strict=True)
+    names = [name for (name, _), values in named if len(set(values)) > 1]
+    return Deviation(others if known else ranks, names or ["padding"], known)
+
+
+def digests(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a number for the bits of each tensor: the sum of its words. One bit more or less always changes it."""
+    return (
+        torch.stack([_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]).tolist() if tensors else []
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    size = flat.element_size()
+    wide = not (flat.nbytes % 8 or flat.storage_offset() * size % 8)
+    return flat.view(torch.int64 if wide else _WHOLE[size])
