@@ -101,6 +101,60 @@ class CometConfig(Section):
     """Whether to go on with `experiment_key` ("get") or to begin anew ("create"); null: "get_or_create", what fits."""
 
 
+class MlflowConfig(Section):
+    """MLflow, from rank 0: files, a database or a server. Needs the package `mlflow`. The metrics are those of
+    `tensorboard`."""
+
+    differs: ClassVar[dict[str, str]] = {"enabled": "a section of this launcher"}
+
+    enabled: bool = False
+    """Send to MLflow."""
+
+    tracking_uri: str | None = None
+    """Where: sqlite:///mlruns.db, a directory, http://HOST:PORT; null: MLFLOW_TRACKING_URI or MLflow's own default."""
+
+    experiment_name: str | None = None
+    """Experiment of the run; null: MLFLOW_EXPERIMENT_NAME or "Default"."""
+
+    run_name: str | None = None
+    """Name of the run; null: MLflow chooses."""
+
+
+class TrackioConfig(Section):
+    """trackio, from rank 0: a database in this user's cache, shown by `trackio show`. Needs the package `trackio`. The
+    metrics are those of `tensorboard`."""
+
+    differs: ClassVar[dict[str, str]] = {"enabled": "a section of this launcher"}
+
+    enabled: bool = False
+    """Write to trackio."""
+
+    project: str = "launcher"
+    """Project of the run."""
+
+    name: str | None = None
+    """Name of the run; null: trackio chooses."""
+
+    space_id: str | None = None
+    """A Space of the Hugging Face Hub that shows it; null: nothing leaves this machine."""
+
+
+class PrometheusConfig(Section):
+    """A file of gauges in Prometheus' text format, from rank 0, for the textfile collector of the node exporter. It is
+    replaced in one piece after each step; `launcher_train_loss` and so on, the metrics of `tensorboard`."""
+
+    differs: ClassVar[dict[str, str]] = {"enabled": "a section of this launcher"}
+
+    enabled: bool = False
+    """Write the file."""
+
+    textfile: str = "launcher.prom"
+    """The file, in the collector's directory; its name must end with .prom there."""
+
+    job_name: str = "launcher"
+    """Label `job` of each metric."""
+
+
 OPERATIONS = {
     "all_reduce": "all_reduce",
     "all_reduce_coalesced": "all_reduce",

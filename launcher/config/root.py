@@ -21,8 +21,11 @@ from launcher.config.monitor import (
     CommsLoggerConfig,
     CsvMonitorConfig,
     FlopsProfilerConfig,
+    MlflowConfig,
+    PrometheusConfig,
     TensorboardConfig,
     TimersConfig,
+    TrackioConfig,
     WandbConfig,
 )
 from launcher.config.offload import AioConfig
@@ -185,6 +188,15 @@ class Config(Section):
 
     comet: CometConfig = Field(default_factory=CometConfig.model_construct)
     """Comet."""
+
+    mlflow: MlflowConfig = Field(default_factory=MlflowConfig.model_construct)
+    """MLflow."""
+
+    trackio: TrackioConfig = Field(default_factory=TrackioConfig.model_construct)
+    """trackio."""
+
+    prometheus: PrometheusConfig = Field(default_factory=PrometheusConfig.model_construct)
+    """A file for Prometheus."""
 
     flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig.model_construct)
     """Report of floating-point operations and time of one step."""

@@ -327,7 +327,9 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.optimizer.overflow = overflow
         if self._saver is not None and not overflow:
             self._saver.let_change()
-        check_replicas(self)
+        every = self._config.replica_check.every
+        if every and (self.global_steps + 1) % every == 0:
+            check_replicas(self)
         if self.versions is not None:
             self.versions.advance(needed)
         if not overflow:

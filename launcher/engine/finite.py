@@ -79,20 +79,19 @@ def tell_overflow(engine: EngineCore) -> None:
 
 
 def check_replicas(engine: EngineCore) -> None:
-    """Before every so many steps: compare what several ranks hold alike (`replica_check`).
+    """Compare what several ranks hold alike, before a step (`replica_check`).
 
     Raises:
         LauncherError: it differs, and the JSON does not say "warn".
     """
-    section, optimizer = engine.resolved.replica_check, engine.optimizer
-    due = section.every and (engine.global_steps + 1) % section.every == 0
-    if not due or engine.world_size == 1 or optimizer is None or engine.versions is not None:
+    optimizer = engine.optimizer
+    if engine.world_size == 1 or optimizer is None or engine.versions is not None:
         return
     from launcher.zero.features.replicas import compare_replicas
 
     try:
         compare_replicas(engine.zero.flats, optimizer.states_in_memory)
     except LauncherError as error:
-        if section.action == "stop":
+        if engine.resolved.replica_check.action == "stop":
             raise
         logger.warning("before step %d: %s", engine.global_steps + 1, error)

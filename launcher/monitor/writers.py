@@ -1,9 +1,11 @@
-"""Destinations for the numbers of a run: TensorBoard, CSV files, Weights & Biases, Comet. Each is a `MonitorWriter`."""
+"""Destinations for the numbers of a run: TensorBoard, CSV files, Weights & Biases, Comet, MLflow, trackio, Prometheus.
+Each is a `MonitorWriter`."""
 
 from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -140,11 +142,76 @@ def comet_writer(samples_log_interval: int, experiment_name: str | None, **start
     return MonitorWriter(write, close=experiment.end)
 
 
+def mlflow_writer(
+    tracking_uri: str | None, experiment_name: str | None, run_name: str | None
+) -> MonitorWriter:
+    """Return a run of MLflow, which is written step by step."""
+    library = _library("mlflow", "mlflow", "mlflow")
+    if tracking_uri is not None:
+        library.set_tracking_uri(tracking_uri)
+    if experiment_name is not None:
+        library.set_experiment(experiment_name)
+    run = library.start_run(run_name=run_name)
+    client, number = library.MlflowClient(), run.info.run_id
+
+    def write(name: str, value: float, samples: int) -> None:
+        client.log_metric(number, name, value, step=samples)
+
+    return MonitorWriter(write, close=library.end_run)
+
+
+def trackio_writer(project: str, name: str | None, space_id: str | None) -> MonitorWriter:
+    """Return a run of trackio; the metrics of a step are one row of it."""
+    library = _library("trackio", "trackio", "trackio")
+    run = library.init(project=project, name=name, space_id=space_id)
+    row: dict[str, float] = {}
+    at = 0
+
+    def write(key: str, value: float, samples: int) -> None:
+        nonlocal at
+        row[key], at = value, samples
+
+    def flush() -> None:
+        run.log(dict(row), step=at)
+        row.clear()
+
+    return MonitorWriter(write, flush, run.finish)
+
+
+def prometheus_writer(textfile: str, job_name: str) -> MonitorWriter:
+    """Return the file of the newest values, `launcher_train_loss{job="..."} 2.5`, replaced in one piece.
+
+    The format: https://prometheus.io/docs/instrumenting/exposition_formats/
+    """
+    path = Path(os.path.expanduser(textfile))
+    _directory("prometheus", str(path.parent), "", key="textfile")
+    job = job_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    values: dict[str, float] = {}
+
+    def write(name: str, value: float, samples: int) -> None:
+        values[re.sub(r"\W", "_", name.rpartition("/")[2])] = value
+        values["samples"] = samples
+
+    def flush() -> None:
+        lines = [
+            f'# TYPE launcher_{name} gauge\nlauncher_{name}{{job="{job}"}} {value!r}\n'
+            for name, value in sorted(values.items())
+        ]
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text("".join(lines), encoding="utf-8")
+        os.replace(temporary, path)
+
+    return MonitorWriter(write, flush)
+
+
 OPENERS: dict[str, Callable[..., MonitorWriter]] = {
     "tensorboard": tensorboard_writer,
     "csv_monitor": csv_writer,
     "wandb": wandb_writer,
     "comet": comet_writer,
+    "mlflow": mlflow_writer,
+    "trackio": trackio_writer,
+    "prometheus": prometheus_writer,
 }
 
 
@@ -159,14 +226,14 @@ def _library(module: str, package: str, section: str) -> Any:
         ) from error
 
 
-def _directory(section: str, output_path: str, job_name: str) -> Path:
+def _directory(section: str, output_path: str, job_name: str, key: str = "output_path") -> Path:
     path = Path(os.path.expanduser(output_path)) / job_name
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{section} cannot write to {path}: {error.strerror}",
-            where=f"{section}.output_path",
+            where=f"{section}.{key}",
             fix="name a directory that can be created",
         ) from error
     return path

@@ -135,6 +135,65 @@ def test_wandb_is_started_with_project_group_and_team(monkeypatch: pytest.Monkey
     ]
 
 
+@pytest.mark.key("mlflow.enabled", "mlflow.tracking_uri", "mlflow.experiment_name", "mlflow.run_name")
+def test_mlflow_gets_each_metric_at_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    names = ("set_tracking_uri", "set_experiment", "end_run")
+    run = SimpleNamespace(info=SimpleNamespace(run_id="7"))
+    client = SimpleNamespace(log_metric=calls.of("log_metric"))
+    members = {name: calls.of(name) for name in names}
+    fake(monkeypatch, "mlflow", start_run=calls.of("start_run", run), MlflowClient=lambda: client, **members)
+    keys = {"enabled": True, "tracking_uri": "sqlite:///m.db", "experiment_name": "e", "run_name": "r"}
+    monitor = Monitor(open_writers({"mlflow": keys}))
+    monitor.write_events(EVENTS)
+    monitor.close()
+    assert calls == [
+        ("set_tracking_uri", ("sqlite:///m.db",), {}),
+        ("set_experiment", ("e",), {}),
+        ("start_run", (), {"run_name": "r"}),
+        ("log_metric", ("7", "Train/Samples/lr", 0.1), {"step": 8}),
+        ("log_metric", ("7", "Train/Samples/train_loss", 2.5), {"step": 8}),
+        ("end_run", (), {}),
+    ]
+
+
+@pytest.mark.key("trackio.enabled", "trackio.project", "trackio.name", "trackio.space_id")
+def test_trackio_gets_a_row_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    run = SimpleNamespace(log=calls.of("log"), finish=calls.of("finish"))
+    fake(monkeypatch, "trackio", init=calls.of("init", run))
+    keys = {"enabled": True, "project": "p", "name": None, "space_id": None}
+    monitor = Monitor(open_writers({"trackio": keys}))
+    monitor.write_events(EVENTS)
+    monitor.close()
+    assert calls == [
+        ("init", (), {"project": "p", "name": None, "space_id": None}),
+        ("log", ({"Train/Samples/lr": 0.1, "Train/Samples/train_loss": 2.5},), {"step": 8}),
+        ("finish", (), {}),
+    ]
+
+
+@pytest.mark.key("prometheus.enabled", "prometheus.textfile", "prometheus.job_name")
+def test_prometheus_finds_the_newest_values_whole(tmp_path: Path) -> None:
+    keys = {"enabled": True, "textfile": str(tmp_path / "node" / "run.prom"), "job_name": 'a "b"'}
+    monitor = Monitor(open_writers({"prometheus": keys}))
+    monitor.write_events(EVENTS)
+    monitor.write_events([("Train/Samples/lr", 0.2, 16)])
+    assert (tmp_path / "node" / "run.prom").read_text().splitlines() == [
+        "# TYPE launcher_lr gauge",
+        'launcher_lr{job="a \\"b\\""} 0.2',
+        "# TYPE launcher_samples gauge",
+        'launcher_samples{job="a \\"b\\""} 16',
+        "# TYPE launcher_train_loss gauge",
+        'launcher_train_loss{job="a \\"b\\""} 2.5',
+    ]
+    assert [path.name for path in (tmp_path / "node").iterdir()] == ["run.prom"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="prometheus cannot write to") as caught:
+        open_writers({"prometheus": {**keys, "textfile": str(tmp_path / "file" / "x.prom")}})
+    assert caught.value.where == "prometheus.textfile"
+
+
 def fake_comet(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
     names = ("log_metric", "set_name", "end")

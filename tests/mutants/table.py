@@ -230,6 +230,20 @@ MUTANTS = {
         "keep_last deletes checkpoints that somebody has named, such as best_at_step_5",
         near="checkpoint",
     ),
+    "replicas-are-compared-by-rounded-sums": Mutant(
+        "zero/features/replicas.py",
+        "    return flat.view(torch.int64 if wide else _WHOLE[size])\n",
+        "    return flat.float().mul(1000).to(torch.int64)\n",
+        "a flipped bit that changes little goes unnoticed",
+        near="zero/test_replicas.py",
+    ),
+    "waits-count-as-work": Mutant(
+        "monitor/stragglers.py",
+        '            - getattr(end, f"{phase}_wait")\n            + getattr(begin, f"{phase}_wait")\n',
+        "",
+        "nobody is slow: those who wait for a slow rank take as long as it does",
+        near="monitor/test_stragglers.py",
+    ),
     "fp32-in-the-stored-dtype": Mutant(
         "checkpoint/fp32.py",
         'return torch.float32 if name.startswith("model/") and stored.is_floating_point else stored',
