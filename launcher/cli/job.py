@@ -137,6 +137,7 @@ class Job:
             max_restarts=restarts,
             min_nodes=least,
             max_nodes=flags.max_nodes,
+            leaves_slow_nodes=flags.on_straggler == "restart-without",
             timeouts=Timeouts(flags.hang_timeout, flags.term_grace),
             prepare=None if self.sync_manifest is None else self._ship,
         )

@@ -223,6 +223,13 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="end a run in which no rank starts a collective for S seconds; 0: never (default: 600)",
     )
     ending.add_argument(
+        "--on_straggler",
+        choices=("warn", "restart-without"),
+        default="warn",
+        help="when a rank is slower than the others: name it (warn), or after 40 steps restart without its host, if "
+        "--max_nodes keeps another one in reserve or --min_nodes allows fewer (default: warn)",
+    )
+    ending.add_argument(
         "--max_restarts", type=whole, metavar="N", help="restart a failed run up to N times (default: 0)"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from launcher.cluster import hang
@@ -54,6 +54,8 @@ class EndCause:
     node: Node
     can_retry: bool = True
     lost: bool = False
+    slow: bool = False
+    """The node is there, and the next attempt goes on without it."""
 
 
 @dataclass
@@ -90,6 +92,7 @@ class Attempt:
         timeouts: see `Timeouts`.
         signals: those that the front end gets.
         status: what is known of the run, for who looks at it.
+        may_leave: whether the next attempt can do without a node that is slow.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Attempt:
         timeouts: Timeouts,
         signals: Signals,
         status: RunStatus,
+        may_leave: Callable[[Node], bool] = lambda _: False,
     ) -> None:
         self.node_group, self.shares, self.log_options, self.timeouts = (
             node_group,
@@ -112,7 +116,7 @@ class Attempt:
             ConsoleWriter(log_options.shown),
             shares[0].log_dir,
         )
-        self.status = status
+        self.status, self.may_leave = status, may_leave
         self.causes: list[EndCause] = []
         self._stalled: dict[Node, float] = {}
         self._hurried = False
@@ -171,6 +175,8 @@ class Attempt:
             self.status.tick()
             if self.status.asked_for_stacks():
                 self._write_stacks()
+            if (cause := self._slow()) is not None:
+                self.causes.append(cause)
             stalled = [
                 self._stalled[node]
                 for node in self.node_group.nodes
@@ -244,6 +250,20 @@ class Attempt:
             self.console.flush()
             for node, message in self.node_group.events():
                 self._take(node, message)
+
+    def _slow(self) -> EndCause | None:
+        """Return why the run ends here, and goes on elsewhere, where a node has long been slow."""
+        if (found := self.status.slow_rank()) is None:
+            return None
+        rank, how = found
+        node = next(
+            node
+            for node, share in zip(self.node_group.nodes, self.shares, strict=True)
+            if share.first_rank <= rank < share.first_rank + share.ranks
+        )
+        if not self.may_leave(node):
+            return None
+        return EndCause(time.time(), f"{node.name} rank {rank} is slow: {how}", 1, node, slow=True)
 
     def _write_stacks(self) -> None:
         """Somebody looks at the run: write where all ranks are."""

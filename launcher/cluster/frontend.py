@@ -42,6 +42,7 @@ class FrontEnd:
         min_nodes: a restart goes on with so many nodes where others do not come back; None: with `max_nodes`.
         max_nodes: the first so many that are there are used, the others wait in reserve; None: all.
         timeouts: see `Timeouts`.
+        leaves_slow_nodes: a node that has been slow for long is left out by a restart, where others are enough.
         prepare: called for nodes that are ready, before `assign_shares`, with what is to be called while it waits.
 
     Attributes:
@@ -62,6 +63,7 @@ class FrontEnd:
         min_nodes: int | None = None,
         max_nodes: int | None = None,
         timeouts: Timeouts,
+        leaves_slow_nodes: bool = False,
         prepare: Prepare | None = None,
     ) -> None:
         self.node_group, self.hello, self.judge, self.assign_shares, self.meeting = (
@@ -72,7 +74,7 @@ class FrontEnd:
             meeting,
         )
         self.max_restarts, self.timeouts = max_restarts, timeouts
-        self.prepare = prepare
+        self.prepare, self.leaves_slow_nodes = prepare, leaves_slow_nodes
         self.max_nodes = max_nodes or len(node_group.everyone)
         self.min_nodes = min_nodes or self.max_nodes
         self.restarts = 0
@@ -129,12 +131,19 @@ class FrontEnd:
                 for share in shares
             ]
             outcome, cause = Attempt(
-                self.node_group, shares, self.log_options, self.timeouts, self._signals, self.status
+                self.node_group,
+                shares,
+                self.log_options,
+                self.timeouts,
+                self._signals,
+                self.status,
+                self._may_leave,
             ).run()
             self.status.end(_state(outcome), outcome.message)
             if cause is None or not cause.can_retry or self.restarts >= self.max_restarts:
                 return outcome
             self.restarts += 1
+            cause.node.left_out = cause.slow
             logger.warning("%s", outcome.message)
             logger.warning("restart %d of %d", self.restarts, self.max_restarts)
             self._signals.held = self.node_group.ending = False
@@ -155,7 +164,7 @@ class FrontEnd:
         if any(node.lost is not None for node in node_group.nodes):
             # What is left there ends by itself; it must not meet what is started now.
             self._pause(node_group.timeouts.grace_s)
-        absent = [node for node in node_group.everyone if not _is_there(node)]
+        absent = [node for node in node_group.everyone if not (_is_there(node) or node.left_out)]
         for node in absent:
             if node.lost is not None or node.command:
                 node_group.forget(node)
@@ -185,6 +194,11 @@ class FrontEnd:
                 logger.warning("going on %s %s", word, ", ".join(names))
         return True
 
+    def _may_leave(self, node: Node) -> bool:
+        """Return whether a restart without this node is wanted, allowed, and leaves enough others."""
+        others = sum(_is_there(other) for other in self.node_group.everyone if other is not node)
+        return self.leaves_slow_nodes and self.restarts < self.max_restarts and others >= self.min_nodes
+
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -201,4 +215,4 @@ def _state(outcome: RunOutcome) -> str:
 
 
 def _is_there(node: Node) -> bool:
-    return node.facts is not None and node.lost is None
+    return node.facts is not None and node.lost is None and not node.left_out

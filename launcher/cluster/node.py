@@ -53,6 +53,7 @@ class Node:
         heard: when the last message came (time.monotonic).
         lost: why it is gone; None while it is there.
         running: it has ranks.
+        left_out: no attempt uses it any more, though it is there: it was slow.
         pids: of its ranks, there.
         complete: its ranks have ended, all of them well.
         tries: how it reached others before the ranks started (`rendezvous.py`).
@@ -65,7 +66,7 @@ class Node:
         self.host, self.index, self.command, self.dials, self.here = host, index, list(command), dials, here
         self.facts: Message | None = None
         self.lost: str | None = None
-        self.running = self.complete = False
+        self.running = self.complete = self.left_out = False
         self.pids: list[int] = []
         self.tries: list[ConnectionAttempt] = []
         self.copy: str | None = None

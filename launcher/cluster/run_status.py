@@ -27,6 +27,8 @@ FILE, STACKS, ASKED = "status.json", "stacks.txt", "stacks.asked"
 """In the directory of logs: the status; the stacks of all ranks; the file that asks for them while it is there."""
 EVERY_S = 1.0
 MOST_MESSAGES = 50
+LONG = 40
+"""Optimizer steps for which a rank is slow before a run restarts without it."""
 _STAGE = re.compile(r"stage \d+")
 logger = logging.getLogger("launcher")
 
@@ -109,6 +111,11 @@ class RunStatus:
         if self._file is not None and time.monotonic() - self._written >= EVERY_S:
             self._written = time.monotonic()
             self._write(self._file)
+
+    def slow_rank(self) -> tuple[int, str] | None:
+        """Return a rank that has been slow for so long that a run may leave it, and how slow it is."""
+        found = self._detector.found.values() if self._detector is not None else ()
+        return next(((slow.rank, str(slow)) for slow in found if slow.steps >= LONG), None)
 
     def end(self, state: str, message: str | None) -> None:
         """The run, or one attempt of it, has ended."""
