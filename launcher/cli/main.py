@@ -123,8 +123,17 @@ def _launch(argv: list[str]) -> int:
         for line in rehearse(job):
             print(printable(masked(line)))
         return 0
-    outcome = job.front_end().run()
+    front_end = job.front_end()
+    outcome = front_end.run()
     sys.stdout.flush()
+    if run.is_ours and front_end.status.file is not None:
+        from launcher.monitor.run_report import write_report
+
+        try:
+            if (page := write_report(front_end.status.file)) is not None:
+                logger.info("a page of this run: %s", page)
+        except (ConfigError, OSError) as error:
+            logger.warning("the page of this run was not written: %s", error)
     if outcome.message:
         print_error(outcome.message)
     return outcome.exit_code

@@ -17,8 +17,10 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from launcher.cli.flags import FlagParser
+from launcher.cli.output import write
 from launcher.cluster.run_status import ASKED, STACKS
 from launcher.errors import printable
+from launcher.monitor.run_report import REPORT, run_report
 from launcher.monitor.run_screen import render
 from launcher.monitor.run_view import RunView, find_status, read_run
 
@@ -41,6 +43,9 @@ def top_parser() -> FlagParser:
         "run", nargs="?", metavar="RUN_DIR", help="the run's directory (default: the newest one here)"
     )
     parser.add_argument("--once", action="store_true", help="print one screen and end")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page for a browser and end; - is report.html of the run"
+    )
     parser.add_argument("--json", action="store_true", help="print what is known as JSON and end")
     return parser
 
@@ -52,6 +57,12 @@ def top(argv: Sequence[str]) -> int:
     view = read_run(status)
     if flags.json:
         print(json.dumps(view.as_json(), indent=1))
+        return 0
+    if flags.html:
+        over = flags.html == "-"
+        file = view.directory / REPORT if over else Path(flags.html)
+        write(file, run_report(view), "--html", over=over)
+        print(file)
         return 0
     console = Console(highlight=False)
     if flags.once or not (console.is_terminal and sys.stdin.isatty()):

@@ -125,6 +125,11 @@ class RunStatus:
         if self._file is not None:
             self._write(self._file)
 
+    @property
+    def file(self) -> Path | None:
+        """Return where it is written; None before ranks have started."""
+        return self._file
+
     def asked_for_stacks(self) -> bool:
         """Return whether somebody wants to know where the ranks are; answered once."""
         if self._file is None:

@@ -148,7 +148,7 @@ class PrometheusConfig(Section):
     enabled: bool = False
     """Write the file."""
 
-    textfile: str = "launcher.prom"
+    textfile: str = "training.prom"
     """The file, in the collector's directory; its name must end with .prom there."""
 
     job_name: str = "launcher"

@@ -223,11 +223,15 @@ def _rank(
     )
 
 
-def last_records(metrics: Path) -> list[dict[str, Any]]:
-    """Return the last steps of a metrics.jsonl; [] where there is none. Torn lines are left out."""
+def last_records(metrics: Path, tail: int | None = TAIL) -> list[dict[str, Any]]:
+    """Return the last steps of a metrics.jsonl; [] where there is none. Torn lines are left out.
+
+    Args:
+        tail: bytes that are read; None: all.
+    """
     try:
         with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - TAIL))
+            file.seek(0 if tail is None else max(0, metrics.stat().st_size - tail))
             lines = file.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []

@@ -97,6 +97,18 @@ def test_times_are_those_since_the_last_look(run: Path) -> None:
     assert first.ranks[0].seconds == 1.0 and second.ranks[0].seconds == 2.0
 
 
+def test_a_page_for_a_browser(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "config.json").write_text('{"a": "<script>"}')
+    assert main(["top", str(run), "--html", "-"]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    page = (run / "report.html").read_text()
+    assert "forward 1.67x the others" in page and "node2 rank 3 is slow" in page and "&lt;script&gt;" in page
+    for part in ("<script", "http"):  # one file, and no server
+        assert part not in page
+    assert page.count("<polyline") == 3 and "last checkpoint: step 10" in page
+    assert main(["top", str(run), "--html", str(run / "report.html")]) == 2  # a file of somebody's
+
+
 def test_a_run_whose_front_end_was_killed_is_silent(run: Path) -> None:
     file = run / "logs" / "status.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"written_at": time.time() - 60}))

@@ -112,6 +112,8 @@ def test_a_run_writes_what_is_promised(runs: Path) -> None:
     # as in DeepSpeed: two steps of iteration 0, the top after it, and down to 0 at the sixth
     assert [r["lr"] for r in records] == pytest.approx([0, 0, 0.01, 0.01, 0.0075, 0.005])
 
+    page = (whole / "report.html").read_text()
+    assert "whole: completed" in page and page.count("<polyline") == 4 and page.count('class="bar"') == 2
     status = json.loads((whole / "logs" / "status.json").read_text())
     assert status["state"] == "completed" and len(status["ranks"]) == 2
     for rank in status["ranks"]:
