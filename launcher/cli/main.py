@@ -10,6 +10,7 @@ import gc
 import importlib
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -124,6 +125,7 @@ def _launch(argv: list[str]) -> int:
             print(printable(masked(line)))
         return 0
     front_end = job.front_end()
+    front_end.status.command = masked(shlex.join(["launch", *argv]))
     outcome = front_end.run()
     sys.stdout.flush()
     if run.is_ours and front_end.status.file is not None:

@@ -208,7 +208,7 @@ class Agent:
         self._say("refused", what=error.what, where=error.where, fix=error.fix)
 
     def _tell_status(self, ranks: LocalRanks) -> None:
-        """Once a second: what the ranks do, for who looks at the run."""
+        """Twice a second: what the ranks do, for who looks at the run."""
         now = time.monotonic()
         if now - self._told >= STATUS_S and not self._out.full:
             self._told = now
@@ -268,9 +268,8 @@ class Agent:
             self._beat()
 
     def _beat(self) -> None:
-        if (
-            time.monotonic() - self._beaten >= self._beat_s
-        ):  # whatever else was said: it tells whether ranks hang
+        # Whatever else was said meanwhile: this tells whether ranks hang.
+        if time.monotonic() - self._beaten >= self._beat_s:
             self._beaten = time.monotonic()
             self._say("alive", stalled_s=self._ranks.stalled_s() if self._ranks is not None else None)
 

@@ -272,6 +272,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self._applied = False
         if boundary:
             with self.telemetry.phase("step", self):
+                self.wait_for_copies()
                 for call in self.zero.callbacks.before_step:
                     call()
                 self.zero.reducer.flush()
@@ -303,6 +304,11 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         if self._saver is not None:
             self._saver.raise_failure()
 
+    def wait_for_copies(self) -> None:
+        """Before anything of a step changes: a save in the background has its copies."""
+        if self._saver is not None:
+            self._saver.let_change()
+
     def step_weights(self, needed: Collection[int] = ()) -> bool:
         """Run norm, overflow check, clipping and optimizer; return whether it was left out because of an overflow.
 
@@ -325,8 +331,6 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         ):
             self.nonfinite_tracer.tell(self, skipped=overflow)
         self.optimizer.overflow = overflow
-        if self._saver is not None and not overflow:
-            self._saver.let_change()
         every = self._config.replica_check.every
         if every and (self.global_steps + 1) % every == 0:
             check_replicas(self)

@@ -125,6 +125,7 @@ class EngineExecutor:
         engine = self.engine
         flush(engine.zero.reducer)
         with engine.telemetry.phase("step", engine):
+            engine.wait_for_copies()
             engine.step_weights({self.first + version for version in needed})
             engine.zero.zero_grad()
 

@@ -60,6 +60,7 @@ def run_report(view: RunView) -> str:
     parts = [
         f"<h1>{_text(title)}</h1>",
         f"<p>{_text(_summary(view))}</p>",
+        f"<pre>{_text(view.command)}</pre>" if view.command else "",
         '<div class="curves">'
         + "".join(_curve(records, key, name) for key, name in CURVES.items())
         + "</div>",

@@ -136,7 +136,7 @@ def test_logs_are_their_owners_and_errors_are_without_secrets(tmp_path: Path) ->
     files = [path for path in (tmp_path / "out/logs").rglob("*") if path.is_file()]
     assert len(files) >= 3 and {mode(path) for path in files} == {0o600}
     status = (tmp_path / "out/logs/status.json").read_text()
-    assert "no access with ***" in status and VALUE not in status
+    assert "no access with ***" in status and "API_KEY=***" in status and VALUE not in status
 
 
 def test_mistakes_are_told_without_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

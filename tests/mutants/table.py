@@ -218,7 +218,7 @@ MUTANTS = {
     ),
     "step-that-does-not-wait-for-the-copy": Mutant(
         "engine/core.py",
-        "        if self._saver is not None and not overflow:\n            self._saver.let_change()\n",
+        "                self.wait_for_copies()\n",
         "",
         "a recipe's save in the background has weights and moments of two steps",
         near="engine/test_saving.py",
