@@ -28,7 +28,12 @@ def choose_background(engine: Engine) -> str | None:
     if any(section is not None and section.device == "nvme" for section in sections):
         return "checkpoints are written between steps: the state rests on NVMe"
     held = engine.held_bytes()
-    mine = held["optimizer"] + (held["master"] or held["parameters"])
+    owned, written = (
+        sum(piece.stop - piece.start for piece in pieces)
+        for pieces in (engine.zero.slices(), engine.zero.written_slices())
+    )
+    # At stage 0 a rank owns all, and writes a share.
+    mine = int((held["optimizer"] + (held["master"] or held["parameters"])) * written / max(owned, 1))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = free_host_memory()
     fits = torch.tensor(float(2 * mine * ranks_here <= free), device=engine.device)

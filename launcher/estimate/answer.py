@@ -42,7 +42,7 @@ class Estimate:
         peaks: bytes of the device at most in each phase of a step: forward, backward, step.
         at_peak: who holds what when there is most.
         between: the same between steps.
-        host: bytes of host memory that shards rest in.
+        host: bytes of host memory that shards rest in, and of the copies of saves in the background.
         nvme: bytes on NVMe.
     """
 

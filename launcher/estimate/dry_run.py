@@ -123,7 +123,7 @@ def rehearse(
 
 def batch_of(engine: Engine, sequence: int) -> dict[str, Tensor]:
     """Return a microbatch of its rank."""
-    return microbatch(engine.train_micro_batch_size_per_gpu(), sequence)
+    return microbatch(engine.module, engine.train_micro_batch_size_per_gpu(), sequence)
 
 
 def learn_crossings(engine: Engine, whole: nn.Module, batch: dict[str, Tensor]) -> None:

@@ -61,15 +61,15 @@ class Estimator:
         """
         sequence = sequence or self.sequence
         mesh, resolved, portion = self._laid_out(config, world, rank, sequence)
-        paper = SimulatedRank(portion, resolved, mesh, self._states_of(resolved))
+        states = self._states_of(resolved)
+        paper = SimulatedRank(portion, resolved, mesh, states)
         script = StepScript(paper, portion, resolved, mesh, *self._traced(resolved, portion, sequence))
         ScriptedStep(script).run(most=1)  # in the first step the unsharder learns its order
         step = ScriptedStep(script)
         step.run()
         between = _held(paper, paper.pool.idle_bytes, 0)
-        return Estimate(
-            rank, world, step.peaks, _held(paper, *step.at_peak), between, _host(paper), paper.disk.most
-        )
+        host = _host(paper) + (_copies(paper, states) if resolved.checkpoint.writer.decoupled else 0)
+        return Estimate(rank, world, step.peaks, _held(paper, *step.at_peak), between, host, paper.disk.most)
 
     def kept(self, config: Config, world: int, sequence: int | None = None) -> int:
         """Return the bytes that all blocks of the model keep of one microbatch from its forward to its backward, on a
@@ -138,3 +138,15 @@ def _host(paper: SimulatedRank) -> int:
     """Return the bytes of shards that stay in host memory, and of buffers there for what rests on NVMe."""
     host = sum(on(HOST, held) for held in paper.kept())
     return host + paper.placements.buffers.idle.most
+
+
+def _copies(paper: SimulatedRank, states: StateBytes) -> int:
+    """Return the bytes of the copies that a save in the background writes: this rank's share of all that is saved."""
+    total = 0
+    for flat in paper.flats:
+        share = flat.shard_span.stop - flat.shard_span.start
+        total += share * flat.master_dtype.itemsize
+    for gradient in paper.gradients:
+        share = gradient.flat.shard_span.stop - gradient.flat.shard_span.start
+        total += share * sum(dtype.itemsize for dtype in states.dtypes(gradient).values())
+    return total

@@ -29,7 +29,7 @@ from launcher.tensor.split_model import loss_only
 from launcher.tensor.weight_gradients import putting_off
 
 CPU = torch.device("cpu")
-IDS = 100  # token ids are below it
+IDS = 100  # token ids are below it, where there are so many
 SECTIONS = (
     "tensor_parallel",
     "context_parallel",
@@ -140,9 +140,10 @@ def fill_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
 
 
-def microbatch(sequences: int, sequence: int) -> dict[str, Tensor]:
-    """Ids [sequences, sequence]."""
-    ids = torch.randint(IDS, (sequences, sequence))
+def microbatch(model: nn.Module, sequences: int, sequence: int) -> dict[str, Tensor]:
+    """Return ids [sequences, sequence] that the model has."""
+    config: Any = model.config
+    ids = torch.randint(min(IDS, config.get_text_config().vocab_size), (sequences, sequence))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -181,7 +182,7 @@ def _traced(
         _fill(model, DTYPES[config.dtype], special)
         fill_buffers(model, CPU)
         cast_buffers(config, model)
-        batch = microbatch(int(str(config.train_micro_batch_size_per_gpu)), sequence)
+        batch = microbatch(model, int(str(config.train_micro_batch_size_per_gpu)), sequence)
         ends = {name for name, m in model.named_modules() if m in ends_of(model)}
         recorder = TraceRecorder(live, model, [name for name, _ in blocks], sorted(ends))
         with recorder.listening():

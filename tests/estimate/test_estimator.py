@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from transformers import MixtralConfig
 
+import launcher
 from launcher.config import load
 from launcher.errors import ConfigError
 from launcher.estimate.dry_run import dry_run
 from launcher.estimate.estimator import Estimator
 from launcher.models.build import load_config
 from tests.estimate.cases import CASES, MORE, SEQUENCE, WORLD, chosen, config_of, rehearsed
+from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import VOCAB, tiny_llama
 
 ALL = CASES | MORE
 SCRATCH = 4 << 20  # bytes at most of the optimizer's kernel on CPUs, which devices do not have
@@ -80,3 +87,32 @@ def test_older_weights_are_held(estimator: Estimator, rank: int) -> None:
     played = dry_run(estimator.copy(), config, world=WORLD, rank=rank, sequence=SEQUENCE)
     assert found.peak == pytest.approx(played.peak, rel=0.02)
     assert found.between.total == pytest.approx(played.between.total, rel=0.01)
+
+
+def bytes_of_copies(ctx: RankContext, config: dict[str, Any], directory: Path) -> int:
+    engine = launcher.initialize(model=tiny_llama(hidden=128), config=config, device=torch.device("cpu"))[0]
+    ids = torch.randint(0, VOCAB, (2, 16))
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    engine.save_checkpoint(directory)
+    engine.saver.wait()
+    memory = engine.saver._snapshot._memory
+    return sum(copy.nbytes for name, copy in memory.items() if name.startswith(("model/", "optimizer/")))
+
+
+@pytest.mark.parametrize(("stage", "more"), [(0, {}), (2, {"bf16": {"enabled": True}}), (3, {})])
+def test_copies_of_saves_in_the_background_are_counted(
+    pool: WorkerPool, tmp_path: Path, stage: int, more: dict[str, Any]
+) -> None:
+    plain = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+    copied = plain | {"checkpoint": {"writer": {"decoupled": True}}}
+    made = Estimator(tiny_llama(hidden=128).config)
+    without, found = (made.estimate(load(config), 2, sequence=16).host for config in (plain, copied))
+    assert without == 0
+    for told in pool.run(bytes_of_copies, 2, copied, tmp_path):
+        assert found == pytest.approx(told, rel=0.02)
