@@ -31,7 +31,12 @@ def delete_old(directory: Path, keep_last: int, keep_every: int | None = None) -
         latest = latest_tag(directory)
         steps = {tag: int(match[1]) for tag in list_tags(directory) if (match := _OF_STEP.fullmatch(tag))}
         for tag in list(steps)[:-keep_last]:
-            if tag == latest or (keep_every is not None and steps[tag] % keep_every == 0):
+            path = directory / tag
+            if (
+                tag == latest
+                or path.is_symlink()
+                or (keep_every is not None and steps[tag] % keep_every == 0)
+            ):
                 continue
             _delete(directory, tag)
             gone.append(tag)

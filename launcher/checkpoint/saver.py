@@ -41,7 +41,7 @@ class Saver:
         self.config, self.rank = config, rank
         self.in_background, self.steps_alone_change = config.writer.decoupled, False
         self.stalled_s = 0.0
-        self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None
+        self._apart: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._snapshot = Snapshot()
         self._copied = threading.Event()
@@ -138,12 +138,16 @@ class Saver:
             )
 
     def _groups_of_ranks(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """Return (the ranks that save together, those of this node where each has its directory)."""
-        if self._groups is None:
-            apart = self.node_local or self.in_background
-            group, node = node_groups() if apart else (None, None)
-            self._groups = group, node if self.node_local else None
-        return self._groups
+        """Return (the ranks that save together, those of this node where each has its directory).
+
+        A thread needs groups that nobody else uses; a save between steps, or a load, does without.
+        """
+        if not (self.node_local or self.in_background):
+            return None, None
+        if self._apart is None:
+            group, node = node_groups()
+            self._apart = group, node if self.node_local else None
+        return self._apart
 
 
 def _say_unread(pending: list[Future[None]]) -> None:

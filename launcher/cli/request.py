@@ -125,6 +125,17 @@ def check_bounds(flags: argparse.Namespace, hosts: int) -> None:
                 f"{name} {bound}: the number of hosts is {hosts}",
                 fix="ask for fewer, or name more: --hostfile",
             )
+    restarts, least = restarts_of(flags)
+    if flags.on_straggler == "restart-without" and (
+        not restarts or min(least or hosts, flags.max_nodes or hosts) >= hosts
+    ):
+        raise ConfigError(
+            "no host can be left: " + ("nothing is restarted" if not restarts else f"all {hosts} are needed"),
+            where="--on_straggler restart-without",
+            fix="add --max_restarts N"
+            if not restarts
+            else "name more hosts, or fewer with --min_nodes or --max_nodes",
+        )
     if flags.min_nodes is not None and flags.max_nodes is not None and flags.min_nodes > flags.max_nodes:
         raise ConfigError(
             f"--min_nodes {flags.min_nodes} is above --max_nodes {flags.max_nodes}",

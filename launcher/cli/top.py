@@ -21,7 +21,7 @@ from launcher.cli.output import write
 from launcher.cluster.run_status import ASKED, STACKS
 from launcher.errors import printable
 from launcher.monitor.run_report import REPORT, run_report
-from launcher.monitor.run_screen import render
+from launcher.monitor.run_screen import in_order, render
 from launcher.monitor.run_view import RunView, find_status, read_run
 
 EVERY_S = 1.0
@@ -42,11 +42,12 @@ def top_parser() -> FlagParser:
     parser.add_argument(
         "run", nargs="?", metavar="RUN_DIR", help="the run's directory (default: the newest one here)"
     )
-    parser.add_argument("--once", action="store_true", help="print one screen and end")
-    parser.add_argument(
+    once = parser.add_mutually_exclusive_group()
+    once.add_argument("--once", action="store_true", help="print one screen and end")
+    once.add_argument(
         "--html", metavar="FILE", help="write a page for a browser and end; - is report.html of the run"
     )
-    parser.add_argument("--json", action="store_true", help="print what is known as JSON and end")
+    once.add_argument("--json", action="store_true", help="print what is known as JSON and end")
     return parser
 
 
@@ -80,7 +81,8 @@ class _Screen:
     status: Path
     view: RunView
     order: str = "r"
-    chosen: int = 0
+    chosen: int = -1
+    """The number of a rank; -1: none was chosen, and the first one counts."""
     shown: str = "table"
     """table, log or stack."""
     counters: dict[int, Any] = field(default_factory=dict)
@@ -110,21 +112,31 @@ class _Screen:
             case "t" | "w" | "m" | "r":
                 self.order, self.shown = key, "table"
             case "\x1b[A" | "k":
-                self.chosen = max(0, self.chosen - 1)
+                self._choose(-1)
             case "\x1b[B" | "j":
-                self.chosen = min(len(self.view.ranks) - 1, self.chosen + 1)
+                self._choose(1)
             case "l" | "\r" | "\n":
                 self.shown = "log"
             case "s":
                 self.shown, self.asked_at = "stack", time.time()
+                if self.view.state != "running":
+                    return True
                 with contextlib.suppress(OSError):  # another user's run: its stacks are not for us
                     (self.status.parent / ASKED).touch()
         return True
 
+    def _choose(self, further: int) -> None:
+        """Go up or down in the list as it is sorted."""
+        listed = [rank.rank for rank in in_order(self.view, self.order)]
+        if not listed:
+            return
+        at = listed.index(self.chosen) + further if self.chosen in listed else 0
+        self.chosen = listed[min(max(at, 0), len(listed) - 1)]
+
     def _drawn(self, width: int, height: int) -> RenderableType:
         if self.shown == "table":
             return render(self.view, width, height, self.order, self.chosen, KEYS)
-        rank = self.view.ranks[self.chosen].rank if self.view.ranks else 0
+        rank = max(0, self.chosen)
         text = self._log(rank) if self.shown == "log" else self._stack(rank)
         lines, room = text.splitlines(), height - 2
         # A stack begins with the innermost call, a log ends with the newest line.
@@ -138,9 +150,7 @@ class _Screen:
             with contextlib.suppress(OSError), path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - (1 << 16)))
                 return printable(file.read().decode("utf-8", errors="replace"))
-        return (
-            f"there is no log of rank {rank} in {self.status.parent}: it lies on {self.view.ranks[rank].host}"
-        )
+        return f"there is no log of rank {rank} in {self.status.parent}: it lies on its own host"
 
     def _stack(self, rank: int) -> str:
         path = self.status.parent / STACKS

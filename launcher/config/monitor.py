@@ -148,7 +148,7 @@ class PrometheusConfig(Section):
     enabled: bool = False
     """Write the file."""
 
-    textfile: str = "training.prom"
+    textfile: Annotated[str, Field(min_length=1)] = "training.prom"
     """The file, in the collector's directory; its name must end with .prom there."""
 
     job_name: str = "launcher"

@@ -42,22 +42,30 @@ def render(
     Args:
         width, height: of the terminal; without a height all ranks are shown.
         order: a key of `ORDERS`.
-        chosen: the index of the rank that is marked.
+        chosen: the rank that is marked, and seen.
         keys: a line that says which there are.
     """
-    ranks = sorted(view.ranks, key=ORDERS[order])
+    ranks = in_order(view, order)
     room = len(ranks) if height is None else max(1, height - HEAD - MESSAGES - 3)
-    table, hidden = _table(view, ranks[:room], width, chosen), ranks[room:]
+    at = next((i for i, rank in enumerate(ranks) if rank.rank == chosen), 0)
+    first = max(0, at - room + 1)
+    table = _table(view, ranks[first : first + room], width, chosen)
+    hidden = [*ranks[:first], *ranks[first + room :]]
     parts: list[RenderableType] = [_title(view, width), _progress(view, width), table]
     if hidden:
         slow = sum(rank.slow is not None for rank in hidden)
         parts.append(
             Text(f"and {len(hidden)} ranks more{f', {slow} of them slow' if slow else ''}", style="dim")
         )
-    parts += [_message(at, text, width) for at, text in view.messages[-MESSAGES:]]
+    parts += [_message(when, text, width) for when, text in view.messages[-MESSAGES:]]
     if keys:
-        parts.append(Text(keys[: width - 1] if len(keys) >= width else keys, style="dim"))
+        parts.append(Text(keys, style="dim", no_wrap=True, overflow="crop"))
     return Group(*parts)
+
+
+def in_order(view: RunView, order: str) -> list[RankView]:
+    """Return the ranks as they are listed."""
+    return sorted(view.ranks, key=ORDERS[order])
 
 
 def _title(view: RunView, width: int) -> Text:
@@ -109,30 +117,31 @@ def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Tab
             min_width=least,
             max_width=24 if wide else 16,
         )
-    bar = 40 if wide else 20
+    bar = 40 if wide else 20 if width >= 70 else 6
     table.add_column(_legend(bar), no_wrap=True, min_width=bar)
     table.add_column("wait", justify="right", no_wrap=True, min_width=4)
     table.add_column("memory", justify="right", no_wrap=True, min_width=8)
     table.add_column("", no_wrap=True, overflow="ellipsis")
-    mark = view.ranks[chosen].rank if 0 <= chosen < len(view.ranks) else -1
+    ended = view.state not in ("starting", "running", "silent")
     for rank in ranks:
-        cells: list[RenderableType] = [str(rank.rank), printable(rank.host)]
+        # Text, and no str: rich reads str as markup.
+        cells: list[RenderableType] = [str(rank.rank), Text(printable(rank.host))]
         if wide and several:
-            cells.append(rank.place)
+            cells.append(Text(printable(rank.place)))
         cells += [
             "" if rank.step is None else str(rank.step),
             "" if rank.seconds is None else f"{rank.seconds:.3g}",
             _bar(rank, bar),
             f"{rank.shares['wait']:.0%}" if rank.seconds else "",
             in_words(rank.memory) if rank.memory else "",
-            _note(rank),
+            _note(rank, ended=ended),
         ]
-        table.add_row(*cells, style="reverse" if rank.rank == mark else None)
+        table.add_row(*cells, style="reverse" if rank.rank == chosen else None)
     return table
 
 
 def _legend(width: int) -> Text:
-    names = SHARES if width > 30 else SHARES[:2]
+    names = SHARES if width > 30 else SHARES[:2] if width > 10 else ()
     legend = Text()
     for name in names:
         legend.append(f"{MARKS[name][0]} ", style=MARKS[name][1]).append(f"{name} ")
@@ -150,20 +159,18 @@ def _bar(rank: RankView, width: int) -> Text:
     return bar
 
 
-def _note(rank: RankView) -> Text:
+def _note(rank: RankView, *, ended: bool) -> Text:
     if rank.slow is not None:
-        return Text(
-            f"{rank.slow['phase']} {rank.slow['ratio']:.2f}x, {rank.slow['steps']} steps", style="bold red"
-        )
-    if rank.doing and (rank.since_s > 5.0 or rank.step is None):
+        phase, ratio, steps = (rank.slow[key] for key in ("phase", "ratio", "steps"))
+        return Text(printable(f"{phase} {ratio:.2f}x, {steps} steps"), style="bold red")
+    if rank.doing and not ended and (rank.since_s > 5.0 or rank.step is None):
         return Text(f"{printable(rank.doing)} for {rank.since_s:.0f} s", style="yellow")
     return Text("")
 
 
 def _message(at: float, text: str, width: int) -> Text:
-    line = Text(
-        f"{time.strftime('%H:%M:%S', time.localtime(at))} {printable(text.splitlines()[0])}", no_wrap=True
-    )
+    first = printable(text.partition("\n")[0])
+    line = Text(f"{time.strftime('%H:%M:%S', time.localtime(at))} {first}", no_wrap=True)
     line.truncate(width, overflow="ellipsis")
     return line
 

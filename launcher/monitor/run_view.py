@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import ConfigError
-from launcher.monitor.metrics import is_number
 
 STATUS = "status.json"
 SILENT_S = 10.0
 """A run that goes on writes its status once a second."""
 TAIL = 1 << 18
 """Bytes of metrics.jsonl that are read: some hundred steps."""
+LATEST = 1e11
+LARGEST = 1e18
+"""What is larger is no time, size or loss of a run."""
 SHARES = ("compute", "wait", "checkpoint", "other")
 
 
@@ -137,7 +139,7 @@ def read_run(status: Path, before: RunView | None = None, counters: dict[int, An
         ConfigError: the file is none of a run's.
     """
     try:
-        content = json.loads(status.read_text(encoding="utf-8"))
+        content = json.loads(status.read_text(encoding="utf-8"), parse_constant=_refuse)
         if (
             before is not None
             and content["written_at"] == before.written_at
@@ -145,7 +147,15 @@ def read_run(status: Path, before: RunView | None = None, counters: dict[int, An
         ):
             return before
         return _view(status, content, {} if counters is None else counters)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise ConfigError(
             f"{status} is not the status of a run: {error}",
             where=str(status),
@@ -153,17 +163,39 @@ def read_run(status: Path, before: RunView | None = None, counters: dict[int, An
         ) from error
 
 
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not a number that a run writes")
+
+
+def _number(value: Any) -> float:
+    """Return a number that can be drawn.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
+        raise ValueError(f"{str(value)[:40]!r} is not a number that a run writes")
+    return float(value)
+
+
+def _moment(value: Any) -> float:
+    """Return seconds since the epoch that a calendar has."""
+    if not 0 <= (moment := _number(value)) < LATEST:
+        raise ValueError(f"{moment} is no time")
+    return moment
+
+
 def _view(status: Path, content: Mapping[str, Any], before: dict[int, Any]) -> RunView:
     directory = status.parent.parent if status.parent.name == "logs" else status.parent
     ranks, saved, samples = [], None, 0.0
     for told in content["ranks"]:
-        counters = told["counters"]
+        counters = told["counters"] and {key: _number(value) for key, value in told["counters"].items()}
         since = _since(counters, before.get(told["rank"]))
         ranks.append(_rank(told, counters, since))
         if counters is not None:
             before[told["rank"]] = counters
             if counters["saved_step"] >= 0:
-                saved = max(saved or (0, 0.0), (int(counters["saved_step"]), float(counters["saved_at"])))
+                saved = max(saved or (0, 0.0), (int(counters["saved_step"]), _moment(counters["saved_at"])))
             if since and since["total"] > 0 and since["counted"]:
                 steps = counters["samples"] / max(counters["steps"], 1)
                 samples = max(samples, steps * since["counted"] / since["total"])
@@ -175,10 +207,10 @@ def _view(status: Path, content: Mapping[str, Any], before: dict[int, Any]) -> R
         state=state,
         command=str(content["command"]),
         restarts=int(content["restarts"]),
-        started_at=float(content["started_at"]),
-        written_at=float(content["written_at"]),
+        started_at=_moment(content["started_at"]),
+        written_at=_moment(content["written_at"]),
         ranks=ranks,
-        messages=[(float(message["at"]), str(message["text"])) for message in content["messages"]],
+        messages=[(_moment(message["at"]), str(message["text"])) for message in content["messages"]],
         records=last_records(directory / "metrics.jsonl"),
         saved=saved,
         samples=samples,
@@ -218,9 +250,17 @@ def _rank(
         memory=0 if counters is None else int(counters["memory"]),
         peak=0 if counters is None else int(counters["peak"]),
         doing=str(told["doing"]),
-        since_s=float(told["since_s"]),
-        slow=told["slow"],
+        since_s=_number(told["since_s"]),
+        slow=told["slow"] and _slow(told["slow"]),
     )
+
+
+def _slow(told: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "phase": str(told["phase"]),
+        "ratio": _number(told["ratio"]),
+        "steps": int(_number(told["steps"])),
+    }
 
 
 def last_records(metrics: Path, tail: int | None = TAIL) -> list[dict[str, Any]]:
@@ -239,16 +279,20 @@ def last_records(metrics: Path, tail: int | None = TAIL) -> list[dict[str, Any]]
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and is_number(record.get("step")):
-            records.append(record)
+        if isinstance(record, dict) and _is_drawable(record.get("step")):
+            records.append({key: value for key, value in record.items() if _is_drawable(value)})
     return records
+
+
+def _is_drawable(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return a curve of so many characters at most; each is the mean of a part of the values."""
-    if not values:
+    if not values or width < 1:
         return ""
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from launcher.cli.main import main
+from launcher.cli.top import _Screen
 from launcher.cluster.run_status import RunStatus
 from launcher.monitor.flight_recorder import StepCounters
 from launcher.monitor.run_screen import ORDERS, render
@@ -119,6 +120,69 @@ def test_what_ranks_are_called_cannot_act_on_the_terminal(run: Path) -> None:
     file = run / "logs" / "status.json"
     file.write_text(file.read_text().replace("node1", "no\\u001b[2Jde"))
     assert "\x1b[2J" not in screen(run, 80)
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "markup": lambda status: status["ranks"][0].update(host="[/foo]", place="[/x]"),
+    "an empty message": lambda status: status["messages"].append({"at": 1.0, "text": ""}),
+    "no calendar has it": lambda status: status["messages"].append({"at": 1e30, "text": "x"}),
+    "no slowness": lambda status: status["ranks"][0].update(slow={"phase": "x"}),
+    "slowness that acts": lambda status: status["ranks"][0].update(
+        slow={"phase": "\x1b[31m", "ratio": 2, "steps": 3}
+    ),
+    "a large number": lambda status: status["ranks"][0]["counters"].update(memory=10**400),
+    "infinity": lambda status: status["ranks"][0]["counters"].update(memory=float("inf")),
+    "before all time": lambda status: status.update(started_at=-1e30),
+    "a text for a number": lambda status: status["ranks"][0].update(since_s="x"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("how", ["--once", "--json", "--html"])
+def test_a_damaged_status_is_shown_or_refused(
+    run: Path, what: str, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run / "logs" / "status.json"
+    status = json.loads(file.read_text())
+    HOSTILE[what](status)
+    file.write_text(json.dumps(status))
+    flags = [how, str(run / "page.html")] if how == "--html" else [how]
+    code = main(["top", str(run), *flags])
+    said = capsys.readouterr()
+    assert code in (0, 2) and "\x1b[31m" not in said.out
+    assert code == 0 or "is not the status of a run" in said.err
+
+
+def test_damaged_metrics_are_left_out(run: Path) -> None:
+    file = run / "metrics.jsonl"
+    lines = [
+        "[" * 100_000,
+        '{"step": 31, "loss": ' + "9" * 400 + "}",
+        '{"step": 32, "loss": 1e308}',
+        "[1]",
+        "{}",
+    ]
+    file.write_text("\n".join([*file.read_text().splitlines()[:30], *lines]))
+    assert "loss 2.0000" in screen(run, 80) and "loss" in screen(run, 20)
+
+
+def test_a_chosen_rank_is_seen_wherever_it_is(run: Path) -> None:
+    view = _Screen(find_status(str(run)), read_run(find_status(str(run))))
+    view.order = "t"  # rank 3 is the slowest, and comes first
+    for key, chosen in (("j", 3), ("j", 0), ("k", 3), ("k", 3)):
+        assert view._press(key) and view.chosen == chosen
+    assert " 3 node2" in screen(run, 80, height=12, chosen=3) and " 0 node1" not in screen(
+        run, 80, height=12, chosen=3
+    )
+
+
+@pytest.mark.parametrize("flags", [(), ("--max_restarts", "0"), ("--max_restarts", "1")])
+def test_a_host_that_cannot_be_left_is_told(
+    tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").touch()
+    assert main(["--on_straggler", "restart-without", *flags, str(tmp_path / "script.py")]) == 2
+    assert "no host can be left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ def test_a_run_goes_on_without_a_slow_node(tmp_path: Path, monkeypatch: pytest.M
     assert [rank["host"] for rank in status["ranks"]] == ["node0", "node2"]
 
 
-def test_a_slow_node_that_is_needed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_node_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
-        first, *_ = run(tmp_path, stack, monkeypatch, "--on_straggler", "restart-without")
+        first, *_ = run(tmp_path, stack, monkeypatch)
         wait_for(tmp_path / "world0-1")
         file = tmp_path / "out" / "logs" / "status.json"
         wait_for(file)

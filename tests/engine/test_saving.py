@@ -304,6 +304,25 @@ def test_a_step_waits_for_the_copy_of_what_it_changes(pool: WorkerPool, tmp_path
         assert threads == ["checkpoint_0"] and stall_s > 0
 
 
+def choose_after_a_load(ctx: RankContext, directory: Path) -> bool:
+    """As a recipe that resumes: the first use of the saver is a load, and only then it saves in the background."""
+    engine = saving(1)
+    advance(engine, ctx, BEFORE)
+    engine.save_checkpoint(directory)
+    engine.load_checkpoint(directory)
+    engine.saver.in_background = engine.saver.steps_alone_change = True
+    for _ in range(3):
+        engine.save_checkpoint(directory)
+        advance(engine, ctx, AFTER)
+    engine.saver.wait()
+    group, _ = engine.saver._groups_of_ranks()
+    return group is not None and group is not torch.distributed.group.WORLD
+
+
+def test_a_thread_has_process_groups_of_its_own(pool: WorkerPool, tmp_path: Path) -> None:
+    assert all(pool.run(choose_after_a_load, 2, tmp_path))
+
+
 def keep_some(ctx: RankContext, directory: Path, decoupled: bool) -> None:
     engine = saving(1, keep_last=1, keep_every=2, writer={"decoupled": decoupled})
     for _ in range(5):
