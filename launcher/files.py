@@ -1,7 +1,8 @@
-"""Small files of text that users name: read whole, and never waited for."""
+"""Small files of text: those that users name are read whole and never waited for, those of a run are replaced whole."""
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -44,3 +45,10 @@ def read_small(
     except (OSError, ValueError) as error:
         reason = error.strerror or "" if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{what} {path} cannot be read: {reason}", where=where, fix=fix) from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that a reader sees whole or not at all, also where it was there before."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

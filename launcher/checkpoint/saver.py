@@ -77,8 +77,6 @@ class Saver:
                 self._save(directory, tag, copies, frozen, latest)
 
             self.pending.append(self._thread.submit(work))
-            if not self.steps_alone_change:
-                self._copied.wait()
 
     def let_change(self) -> None:
         """Wait until a save in the background has copied what an optimizer step is about to change."""

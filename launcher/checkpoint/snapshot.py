@@ -63,15 +63,6 @@ class Snapshot:
         return tensor.with_data(memory) if isinstance(tensor, FlatSlice) else memory
 
 
-def own_bytes(tensors: Mapping[str, Tensor | FlatSlice]) -> int:
-    """Return the bytes that copies of these take in host memory."""
-    return sum(_elements(tensor) * tensor.element_size() for tensor in tensors.values())
-
-
-def _elements(tensor: Tensor | FlatSlice) -> int:
-    return tensor.stop - tensor.start if isinstance(tensor, FlatSlice) else tensor.numel()
-
-
 def _is_steady(name: str, tensor: Tensor | FlatSlice) -> bool:
     return name.startswith(STEADY) and isinstance(tensor, FlatSlice) and tensor.in_memory
 

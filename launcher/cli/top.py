@@ -52,7 +52,7 @@ def top_parser() -> FlagParser:
 
 
 def top(argv: Sequence[str]) -> int:
-    """Run `launch top [RUN_DIR] [--once | --json]`."""
+    """Run `launch top [RUN_DIR] [--once | --json | --html FILE]`."""
     flags = top_parser().parse_args(argv)
     status = find_status(flags.run)
     view = read_run(status)

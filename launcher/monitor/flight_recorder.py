@@ -21,6 +21,8 @@ _HEAD = struct.Struct("<QdH")  # number, time.monotonic, bytes of the text
 _LONGEST = _TEXT_SIZE - _HEAD.size
 _BETWEEN = "\n"
 _TRIES = 3
+COUNTED = ("forward", "backward", "step")
+"""The phases of a step that `StepCounters` has, each with its waits."""
 
 
 @dataclass(frozen=True)

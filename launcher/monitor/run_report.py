@@ -6,7 +6,6 @@ Standard library only: the front end writes it, which has no torch and no matplo
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import printable
-from launcher.files import read_small
+from launcher.files import read_small, replace_text
 from launcher.monitor.metrics import is_number
 from launcher.monitor.progress import duration, short_number
 from launcher.monitor.run_view import SHARES, RankView, RunView, last_records, read_run
@@ -47,9 +46,7 @@ def write_report(status: Path) -> Path | None:
     if not (view.directory / "metrics.jsonl").is_file():
         return None
     file = view.directory / REPORT
-    temporary = file.with_name(f".{REPORT}.tmp-{os.getpid()}")
-    temporary.write_text(run_report(view), encoding="utf-8")
-    os.replace(temporary, file)
+    replace_text(file, run_report(view))
     return file
 
 

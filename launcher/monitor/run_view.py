@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import ConfigError
+from launcher.monitor.flight_recorder import COUNTED
 
 STATUS = "status.json"
 SILENT_S = 10.0
@@ -233,8 +234,8 @@ def _rank(
 ) -> RankView:
     shares, seconds = dict.fromkeys(SHARES, 0.0), None
     if since is not None and since["total"] > 0 and since["counted"]:
-        waited = sum(since[f"{phase}_wait"] for phase in ("forward", "backward", "step"))
-        worked = sum(since[phase] for phase in ("forward", "backward", "step")) - waited
+        waited = sum(since[f"{phase}_wait"] for phase in COUNTED)
+        worked = sum(since[phase] for phase in COUNTED) - waited
         known = {"compute": worked, "wait": waited, "checkpoint": since["checkpoint"]}
         shares = {key: min(max(value / since["total"], 0.0), 1.0) for key, value in known.items()}
         shares["other"] = max(0.0, 1.0 - sum(shares.values()))

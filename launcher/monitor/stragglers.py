@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from launcher.monitor.flight_recorder import StepCounters
+from launcher.monitor.flight_recorder import COUNTED, StepCounters
 
 WINDOW = 5
 """Optimizer steps whose mean is compared."""
@@ -26,7 +26,6 @@ LEAST_SPREAD = 0.03
 """Of the median: few ranks may agree by chance."""
 AGAIN = 200
 """Steps after which a rank may be named once more."""
-PHASES = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,8 @@ class StragglerDetector:
             self._slow_for[rank] = windows + 1, slow + steps[rank]
             if windows + 1 < WINDOWS:
                 continue
-            middle = {phase: median(own[other][phase] for other in own if other != rank) for phase in PHASES}
-            phase = max(PHASES, key=lambda name: times[name] - middle[name])
+            middle = {phase: median(own[other][phase] for other in own if other != rank) for phase in COUNTED}
+            phase = max(COUNTED, key=lambda name: times[name] - middle[name])
             ratio = times[phase] / max(middle[phase], 1e-9)
             self.found[rank] = Straggler(rank, phase, ratio, slow + steps[rank])
             if self._steps - self._named_at.get(rank, -AGAIN) >= AGAIN:
@@ -120,7 +119,7 @@ def _own(begin: StepCounters, end: StepCounters) -> dict[str, float]:
             + getattr(begin, f"{phase}_wait")
         )
         / steps
-        for phase in PHASES
+        for phase in COUNTED
     }
 
 

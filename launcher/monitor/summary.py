@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from launcher.files import replace_text
 from launcher.monitor.metrics import is_number, valid
 from launcher.monitor.progress import duration, short_number
 
@@ -96,9 +96,7 @@ def write_json(path: str | Path, content: Any) -> None:
     """Write JSON that a reader sees whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def median_tokens_per_s(

@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from launcher.monitor.flight_recorder import COUNTED
+
 if TYPE_CHECKING:
     import torch
 
 PHASES = ("forward", "backward", "reduce", "step")
-COUNTED = ("forward", "backward", "step")
 _OFF = nullcontext()
 
 

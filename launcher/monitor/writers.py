@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import ConfigError
+from launcher.files import replace_text
 
 MonitorEvent = tuple[str, float, int]
 """(name, value, samples), as in DeepSpeed."""
@@ -197,9 +198,7 @@ def prometheus_writer(textfile: str, job_name: str) -> MonitorWriter:
             f'# TYPE launcher_{name} gauge\nlauncher_{name}{{job="{job}"}} {value!r}\n'
             for name, value in sorted(values.items())
         ]
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text("".join(lines), encoding="utf-8")
-        os.replace(temporary, path)
+        replace_text(path, "".join(lines))
 
     return MonitorWriter(write, flush)
 

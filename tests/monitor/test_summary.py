@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from launcher.monitor import summary as summary_module
+from launcher import files
 from launcher.monitor.summary import RankMemory, median_tokens_per_s, print_summary, write_json, write_summary
 
 
@@ -100,7 +100,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise OSError("killed before the rename")
 
-    monkeypatch.setattr(summary_module.os, "replace", fail)
+    monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(OSError, match="killed"):
         write_json(path, {"new": 2})
     assert json.loads(path.read_text()) == {"old": 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from launcher.errors import LauncherError
 from launcher.zero.features.replicas import digests
-from tests.engine.driving import advance, config_of, engine_of
+from tests.engine.driving import advance, config_of, engine_of, log_lines
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import stack
 
@@ -70,16 +69,11 @@ def part(ctx: RankContext, action: str) -> str:
     advance(engine, ctx, range(1))
     if ctx.rank == 0:
         next(engine.module.parameters()).data.mul_(2)
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("launcher").addHandler(handler)
-    try:
-        advance(engine, ctx, range(1))
-    except LauncherError as error:
-        return f"error: {error}"
-    finally:
-        logging.getLogger("launcher").removeHandler(handler)
+    with log_lines() as heard:
+        try:
+            advance(engine, ctx, range(1))
+        except LauncherError as error:
+            return f"error: {error}"
     return "".join(text for text in heard if "before step 2" in text)
 
 
