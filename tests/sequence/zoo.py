@@ -3,8 +3,9 @@
     python -m tests.sequence.zoo [TYPE ...] [--write]
 
 takes one step of a tiny model of each (a ring of two ranks, a length that it does not divide) and compares the loss and
-every gradient with those of one process. Fails where one differs, stops in an error that is no refusal, or has another
-verdict than in `verdicts.tsv`; with --write it writes that file.
+every gradient with those of one process. A gradient may be off by 1e-5, or by twice what the last digits of the
+parameters make of it in one process: some models turn 1e-7 into 1e-5 (gemma4). Fails where one differs, stops in an
+error that is no refusal, or has another verdict than in `verdicts.tsv`; with --write it writes that file.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def judge(
     finally:
         if engine is not None:
             engine.destroy()
-    return _compared(loss, found, wanted, gradients)
+    return _compared(loss, found, wanted, gradients, lambda: _of_last_digits(kind, batch, gradients))
 
 
 def _said_alike(mine: list[Tensor], wanted: list[Tensor], layer: int) -> bool:
@@ -105,17 +106,46 @@ def _reason(what: str) -> str:
     return re.sub(r"^\w+ (?=does|has|takes|gives|cannot|is)", "", SUFFIX.sub("", what))
 
 
-def _compared(loss: Tensor, found: dict[str, Any], wanted: Tensor, gradients: dict[str, Tensor]) -> str:
+def _compared(
+    loss: Tensor,
+    found: dict[str, Any],
+    wanted: Tensor,
+    gradients: dict[str, Tensor],
+    rounding: Callable[[], float],
+) -> str:
     if not abs(float(loss.detach()) - float(wanted.detach())) <= TOLERANCE * abs(float(wanted.detach())):
         return f"another loss: {float(loss.detach()):.6f}, not {float(wanted.detach()):.6f}"
+    missing = next((key for key in gradients if found.get(key) is None), None)
+    if missing is not None:
+        return f"no gradient of {missing}"
+    off = _off(found, gradients)
+    name = max(off, key=off.__getitem__)
+    if off[name] <= TOLERANCE or off[name] <= 2 * rounding():
+        return WORKS
+    return f"another gradient: {name}, {off[name]:.1e} of its largest value off"
+
+
+def _off(found: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, float]:
+    """How far each gradient is off, in parts of its largest value."""
     most = max(float(gradient.abs().max()) for gradient in gradients.values())
-    worst, name = 0.0, ""
-    for key, gradient in gradients.items():
-        if found.get(key) is None:
-            return f"no gradient of {key}"
-        off = float((found[key] - gradient).abs().max()) / max(float(gradient.abs().max()), SMALL * most)
-        worst, name = max((worst, name), (off, key))
-    return WORKS if worst <= TOLERANCE else f"another gradient: {name}, {worst:.1e} of its largest value off"
+    return {
+        key: float((found[key] - gradient).abs().max()) / max(float(gradient.abs().max()), SMALL * most)
+        for key, gradient in gradients.items()
+    }
+
+
+def _of_last_digits(kind: str, batch: dict[str, Tensor], gradients: dict[str, Tensor]) -> float:
+    """How far the gradients of one process move at most where its parameters are rounded up and down at random."""
+    worst = 0.0
+    for seed in range(4):
+        plain, random = tiny_model(kind, seed=0).train(), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(1 + (torch.randint(0, 3, parameter.shape, generator=random) - 1) * 2.0**-23)
+        plain(**batch).loss.backward()
+        moved = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        worst = max(worst, *_off(moved, gradients).values())
+    return worst
 
 
 def main(
