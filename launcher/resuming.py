@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.checkpoint import store
 from launcher.checkpoint.names import META_FILE
@@ -15,6 +16,9 @@ from launcher.comm.plain import decode
 from launcher.config import Config
 from launcher.config.ranks import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
 from launcher.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from launcher.checkpoint.peer_memory import PeerMemory
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,15 @@ class Resuming:
         found = cls(*place, decode(store.peek(*place)))
         found._check()
         return found
+
+    @classmethod
+    def in_memory(cls, memory: PeerMemory, checkpoints: Path, *, has_saved: bool) -> Resuming | None:
+        """Return what the memory of the nodes has of a later step than the disk. Collective."""
+        on_disk = -1
+        with suppress(CheckpointError):  # it is damaged: what is in memory is newer
+            on_disk = int(store.peek(checkpoints, None)["global_steps"]) if has_saved else -1
+        found = memory.find(on_disk)
+        return None if found is None else cls(memory.directory, found[0], decode(found[1]))
 
     def _check(self) -> None:
         """Check the meta of a checkpoint: a damaged one without checksums may say anything."""

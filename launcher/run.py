@@ -9,7 +9,7 @@ import signal
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from launcher.engine import Engine, report
 from launcher.errors import ConfigError
 from launcher.monitor.summary import write_json
 from launcher.resuming import Resuming, keep_batch, written_batch
+
+if TYPE_CHECKING:
+    from launcher.checkpoint.peer_memory import PeerMemory
 
 
 @dataclass
@@ -56,6 +59,8 @@ class Run:
     """The checkpoint that the run goes on from."""
     batch_keys: dict[str, Any] = field(default_factory=dict)
     """The JSON's, as written."""
+    memory: PeerMemory | None = None
+    """Where copies of the state are kept (`checkpoint.peer_memory`)."""
     ownership: owner.Ownership | None = None
     """Of the output directory, on rank 0 of a run that `launch` has not started: else the agent has it."""
 
@@ -119,12 +124,29 @@ class Run:
     def _look_at_checkpoint(self) -> None:
         """Before there is an engine: what is gone on from, and the batch that it had."""
         self.batch_keys = written_batch(self.config)
-        self.resuming = Resuming.wanted(self.args, self.checkpoints, own=self.has_saved)
+        self.resuming = self._in_memory() or Resuming.wanted(self.args, self.checkpoints, own=self.has_saved)
         if self.resuming is not None:
             dp_degree = self.config.dp_degree(dist.get_world_size())
             self.config, line = keep_batch(self.config, self.resuming, dp_degree, self.args.keep_batch)
             if line:
                 self.say(line)
+
+    def _in_memory(self) -> Resuming | None:
+        """Return what the memory of the nodes has, where an earlier attempt kept more than is on disk. Collective."""
+        every = self.config.checkpoint.peer_memory.every
+        if not every:
+            return None
+        from launcher.checkpoint.peer_memory import PeerMemory
+
+        self.memory = PeerMemory.of_run()
+        if self.memory is None:
+            self.say(
+                "WARNING checkpoint.peer_memory: nothing is kept, for agents of `launch` have no /dev/shm here"
+            )
+            return None
+        nodes = "each node and the next" if self.memory.keeps_copies else "this node, which is the only one"
+        self.say(f"memory  a copy of the state every {every} steps, in the memory of {nodes}")
+        return Resuming.in_memory(self.memory, self.checkpoints, has_saved=self.has_saved)
 
     def check_ownership(self) -> None:
         """Raise `ConfigError` where another run has taken the output directory over."""

@@ -24,6 +24,7 @@ from launcher.engine import Engine, report
 from launcher.engine.background_saves import choose_background
 from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
 from launcher.engine.nonfinite_tracer import weights_are_finite
+from launcher.engine.state import keep_state
 from launcher.engine.token_weights import learned_tokens, token_weights
 from launcher.errors import CheckpointError, ConfigError, NotFiniteError
 from launcher.experts.load import ExpertLoad
@@ -150,6 +151,8 @@ class Training:
                     progress.update(metrics.write(**record))
                 if self._due(self.run.args.save_every):
                     self.save()
+                elif self.run.memory is not None and self._due(self.run.config.checkpoint.peer_memory.every):
+                    self._keep()
                 if self.run.stop_requested():
                     saved = self.save()
                     self.engine.saver.wait()
@@ -256,7 +259,17 @@ class Training:
         if not self._is_sound():
             self.engine.telemetry.say(f"step {self.engine.global_steps} is not saved: it is not finite")
             return False
-        client = {
+        self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=self._client_state())
+        return True
+
+    def _keep(self) -> None:
+        """Keep the state in the memory of the nodes, if it is finite. Every rank must call it."""
+        self._choose_background()
+        if self._is_sound():
+            keep_state(self.engine, self._client_state())
+
+    def _client_state(self) -> dict[str, Any]:
+        return {
             "data": self.loader.state_dict(),
             "data_of": self.identity.write(),
             "tokens": self.tokens,
@@ -264,8 +277,6 @@ class Training:
             "tokenizer": self._tokenizer(),
             "batch_keys": self.run.batch_keys,
         }
-        self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=client)
-        return True
 
     def _choose_background(self) -> None:
         """At the first save, when the optimizer has its state: choose how checkpoints are written. Collective."""
@@ -286,6 +297,7 @@ class Training:
             error.fix = f"{error.fix}; go on from the state before this step: --resume {before}"
 
     def _resume(self) -> None:
+        self.engine.saver.memory = self.run.memory
         resuming = self.run.resuming
         if resuming is None:
             return
@@ -301,7 +313,9 @@ class Training:
             self.loader.load_state_dict(place)
         for line in self.identity.changes(was, place):
             self.run.say(f"WARNING {line}")
-        self.run.say(f"resumed from {path} at step {self.engine.global_steps}")
+        in_memory = self.run.memory is not None and resuming.directory == self.run.memory.directory
+        source = "the memory of the nodes" if in_memory else path
+        self.run.say(f"resumed from {source} at step {self.engine.global_steps}")
         if self.engine.global_steps >= self.total_steps:
             self.run.say(
                 f"WARNING the run has {self.total_steps} steps in all, and they are made: nothing is trained"

@@ -97,13 +97,18 @@ def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None, None
-    mine = os.environ.get("GROUP_RANK") or socket.gethostname()
-    members: dict[str, list[int]] = {}
-    for rank, name in enumerate(gather_plain(mine)):
-        members.setdefault(name, []).append(rank)
+    members = members_of_nodes()
     everyone = dist.new_group(backend="gloo")
-    groups = {name: dist.new_group(ranks, backend="gloo") for name, ranks in members.items()}
-    return everyone, groups[mine]
+    groups = [dist.new_group(ranks, backend="gloo") for ranks in members]
+    return everyone, next(g for g, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
+
+
+def members_of_nodes(group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Return the ranks of each node, in the order of their first ones. Collective."""
+    members: dict[str, list[int]] = {}
+    for rank, name in enumerate(gather_plain(os.environ.get("GROUP_RANK") or socket.gethostname(), group)):
+        members.setdefault(name, []).append(rank)
+    return list(members.values())
 
 
 def _was_interrupted(error: BaseException) -> bool:

@@ -7,11 +7,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -21,6 +21,9 @@ from launcher.checkpoint.snapshot import Snapshot
 from launcher.checkpoint.store import TensorMap
 from launcher.comm.record import recorder
 from launcher.config import CheckpointConfig
+
+if TYPE_CHECKING:
+    from launcher.checkpoint.peer_memory import PeerMemory
 
 
 class Saver:
@@ -34,8 +37,11 @@ class Saver:
         in_background: a thread writes copies (`writer.decoupled`).
         steps_alone_change: nothing but an optimizer step changes weights and its state, and it calls `let_change`
             before. So they need not be copied before `save` returns.
+        memory: where `keep` puts what a restart goes on from; None: nowhere.
         stalled_s: seconds for which saves have held up training.
     """
+
+    memory: PeerMemory | None = None
 
     def __init__(self, config: CheckpointConfig, rank: int = 0) -> None:
         self.config, self.rank = config, rank
@@ -58,10 +64,24 @@ class Saver:
         self, directory: Path, tag: str, tensors: TensorMap, meta: Mapping[str, Any], latest: bool
     ) -> None:
         """Call `store.save` as the section says: now, or with a copy in the background."""
+        self._now_or_beside(tensors, meta, lambda t, m: self._save(directory, tag, t, m, latest))
+
+    def keep(self, step: int, tensors: TensorMap, meta: Mapping[str, Any]) -> None:
+        """Call `PeerMemory.keep` in the same way."""
+        memory = self.memory
+        assert memory is not None
+        self._now_or_beside(tensors, meta, lambda t, m: memory.keep(step, t, m))
+
+    def _now_or_beside(
+        self,
+        tensors: TensorMap,
+        meta: Mapping[str, Any],
+        write: Callable[[TensorMap, Mapping[str, Any]], object],
+    ) -> None:
         with self._stalling():
             self.wait()
             if not self.in_background:
-                self._save(directory, tag, tensors, meta, latest)
+                write(tensors, meta)
                 return
             finish = self._snapshot.begin(tensors, later=self.steps_alone_change)
             frozen = copy.deepcopy(dict(meta))
@@ -74,7 +94,7 @@ class Saver:
                     copies = finish()
                 finally:
                     self._copied.set()
-                self._save(directory, tag, copies, frozen, latest)
+                write(copies, frozen)
 
             self.pending.append(self._thread.submit(work))
 
@@ -87,12 +107,17 @@ class Saver:
     def load(self, directory: Path, tag: str, tensors: TensorMap, strict: bool) -> None:
         """Call `store.load` with what `find` found, after what is being written."""
         self.wait()
+        if self.memory is not None and directory == self.memory.directory:
+            self.memory.load(tag, tensors, strict)
+            return
         group, node = self._groups_of_ranks()
         store.load(directory, tag, tensors, group, strict, node=node, compared=True)
 
     def find(self, directory: Path, tag: str | None, missing_ok: bool) -> tuple[str, dict[str, Any]] | None:
         """Call `store.find`, after what is being written."""
         self.wait()
+        if self.memory is not None and directory == self.memory.directory:
+            return self.memory.found
         group, node = self._groups_of_ranks()
         return store.find(directory, tag, missing_ok=missing_ok, group=group, node=node)
 

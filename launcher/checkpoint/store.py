@@ -18,10 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import StorageReader
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 
 from launcher.checkpoint import formats, tags
 from launcher.checkpoint.checksums import FileChecksum, check_sizes
@@ -35,7 +32,7 @@ from launcher.checkpoint.reader import (
 )
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.tags import latest_tag, list_tags
-from launcher.checkpoint.writer import CheckpointWriter
+from launcher.checkpoint.writer import PartialPlanner, Stamps, write_files
 from launcher.errors import CheckpointError
 
 __all__ = [
@@ -53,7 +50,6 @@ __all__ = [
 logger = logging.getLogger("launcher")
 
 TensorMap = Mapping[str, torch.Tensor | FlatSlice]
-Stamps = Mapping[str, FileChecksum]
 T = TypeVar("T")
 
 
@@ -308,15 +304,6 @@ def _read(
     )
 
 
-class _PartialPlanner(dcp.DefaultSavePlanner):
-    """torch's planner for ranks that together have a part of the tensors."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans = dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
-        self.global_plan, self.metadata = create_default_global_save_plan(plans)
-        return self.global_plan, self.metadata
-
-
 def _check_arguments(tag: str, meta: Mapping[str, Any]) -> str:
     tags.check_tag(tag)
     try:
@@ -340,10 +327,14 @@ def _shared(directory: Path) -> CheckpointError:
     )
 
 
+def written_bytes(tensors: TensorMap) -> int:
+    """Return the bytes that this rank writes of them, as far as they are many."""
+    return sum(tensor.written_bytes for tensor in tensors.values() if isinstance(tensor, FlatSlice))
+
+
 def _check_space(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> None:
     """Before a byte is written: the disk has room for it, as far as is known. Collective."""
-    mine = sum(tensor.written_bytes for tensor in tensors.values() if isinstance(tensor, FlatSlice))
-    needed = sum(ranks.of_sharing(mine))
+    needed = sum(ranks.of_sharing(written_bytes(tensors)))
 
     def look() -> None:
         free = shutil.disk_usage(temporary).free
@@ -382,19 +373,8 @@ def _check_separate(temporary: Path, ranks: CollectiveErrors) -> None:
 
 def _write(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> tuple[Metadata, Stamps]:
     """Write what this rank has; also: the checksums of the files that it wrote."""
-    writer = CheckpointWriter(temporary, "" if ranks.alone else f" on rank {ranks.rank}")
-    kind = dcp.DefaultSavePlanner if ranks.node is None else _PartialPlanner
-    planner = kind(flatten_state_dict=False)
-    metadata = quietly(
-        lambda: dcp.save(
-            dict(tensors),
-            storage_writer=writer,
-            planner=planner,
-            process_group=ranks.sharing,
-            no_dist=ranks.alone,
-        )
-    )
-    return metadata, writer.fs.stamps
+    kind = dcp.DefaultSavePlanner if ranks.node is None else PartialPlanner
+    return write_files(temporary, tensors, ranks.sharing, None if ranks.alone else ranks.rank, kind)
 
 
 def _check_complete(metadata: Metadata) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from launcher.checkpoint.checksums import HashingFileSystem
+from launcher.checkpoint.checksums import FileChecksum, HashingFileSystem
 from launcher.checkpoint.ranks import root_cause
+from launcher.checkpoint.reader import quietly
 from launcher.errors import CheckpointError
+
+Stamps = Mapping[str, FileChecksum]
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
@@ -62,6 +69,44 @@ class CheckpointWriter(dcp.FileSystemWriter):
                 written.append(WriteResult(item.index, size, _StorageInfo(name, at, size)))
             stream.finish()
         return written
+
+
+class PartialPlanner(dcp.DefaultSavePlanner):
+    """torch's planner for ranks that together have a part of the tensors."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans = dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
+        self.global_plan, self.metadata = create_default_global_save_plan(plans)
+        return self.global_plan, self.metadata
+
+
+def write_files(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+    rank: int | None,
+    kind: type[dcp.DefaultSavePlanner] = dcp.DefaultSavePlanner,
+) -> tuple[Metadata, Stamps]:
+    """Write what this rank has into a file of its own. Collective over `group`; its first rank writes `.metadata`.
+
+    Args:
+        directory: need not be the same one on all ranks.
+        rank: of this process; None: it is alone.
+
+    Returns:
+        What all ranks have written, and the checksums of the files of this one.
+    """
+    writer = CheckpointWriter(directory, "" if rank is None else f" on rank {rank}")
+    metadata = quietly(
+        lambda: dcp.save(
+            dict(tensors),
+            storage_writer=writer,
+            planner=kind(flatten_state_dict=False),
+            process_group=group,
+            no_dist=rank is None,
+        )
+    )
+    return metadata, writer.fs.stamps
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from launcher.cli.request import (
     selected,
 )
 from launcher.cluster import environment, facts, join, preflight, runners, sync
-from launcher.cluster.attempt import Timeouts
+from launcher.cluster.attempt import EndPolicy
 from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
@@ -138,7 +138,7 @@ class Job:
             min_nodes=least,
             max_nodes=flags.max_nodes,
             leaves_slow_nodes=flags.on_straggler == "restart-without",
-            timeouts=Timeouts(flags.hang_timeout, flags.term_grace),
+            policy=EndPolicy(flags.hang_timeout, flags.term_grace, flags.checkpoint_exit_code),
             prepare=None if self.sync_manifest is None else self._ship,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Sequence
 
 from launcher import __version__
@@ -216,6 +217,14 @@ def _add_host_flags(parser: FlagParser) -> None:
         help="on SIGTERM, as from a scheduler, give recipes S seconds to save a checkpoint (default: 0: end at once)",
     )
     ending.add_argument(
+        "--checkpoint_exit_code",
+        type=_exit_code,
+        default=128 + signal.SIGTERM,
+        metavar="N",
+        help="exit code where all ranks end well within --term_grace, so that a scheduler starts the run again: "
+        "Slurm's RequeueExit, HTCondor's checkpoint_exit_code (default: 143)",
+    )
+    ending.add_argument(
         "--hang_timeout",
         type=_seconds_or_never,
         default=600.0,
@@ -358,6 +367,13 @@ def _seconds(text: str) -> float:
 
 def _seconds_or_never(text: str) -> float:
     return 0.0 if text == "0" else _seconds(text)
+
+
+def _exit_code(text: str) -> int:
+    code = whole(text)
+    if code > 255:
+        raise argparse.ArgumentTypeError(f"{code} is not an exit code: write 0 to 255")
+    return code
 
 
 def _ranks(text: str) -> str:

@@ -25,11 +25,26 @@ TEMPLATE = """\
 #SBATCH --output={output}
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# A minute before the nodes are taken away; a job that is queued again goes on from its newest checkpoint.
-#SBATCH --signal=B:TERM@60
+# USR1 comes a minute before the time is up. The run saves a checkpoint, and the job queues itself again to go on from
+# there. After a TERM, as of scancel, it saves and stays away; a job that is preempted is queued again by Slurm.
+#SBATCH --signal=B:USR1@60
 cd {cwd} || exit
-exec {command}
+{command} &
+run=$! again=
+trap 'again=yes; kill -TERM $run 2>/dev/null' USR1
+trap 'kill -TERM $run 2>/dev/null' TERM
+trap 'kill -INT $run 2>/dev/null' INT
+while kill -0 $run 2>/dev/null; do  # a signal ends the wait, and not the run
+    wait $run
+    code=$?
+done
+if [ "$again" ] && [ $code = {saved} ]; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit $code
 """
+SAVED = 75
+"""The exit code of `launch` that has the job queued again: EX_TEMPFAIL of sysexits.h."""
 
 
 def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> int:
@@ -108,11 +123,12 @@ def by_name(own: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
 def batch_script(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str], directory: Path) -> str:
     """Return the text of the script."""
     own = list(argv[: len(argv) - len(run.arguments) - 1])
-    inside = without(own, "--submit", "--num_nodes", "--launcher")
+    inside = without(own, "--submit", "--num_nodes", "--launcher", "--checkpoint_exit_code")
     rest = list(run.arguments)
     if run.is_ours and value_of(rest, "--output-dir") is None:
         rest += ["--output-dir", str(directory)]  # a job that is queued again must find its checkpoints
     grace = [] if flags.term_grace else ["--term_grace", "45"]
+    grace += ["--checkpoint_exit_code", str(SAVED)]
     launch = [sys.executable, "-m", "launcher.cli.main", "--launcher", "slurm", *grace]
     command = [*launch, *inside, argv[len(own)]]
     return TEMPLATE.format(
@@ -121,4 +137,5 @@ def batch_script(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]
         output=shlex.quote(str(directory).replace("%", "%%") + "/slurm-%j.out"),
         cwd=shlex.quote(os.getcwd()),
         command=shlex.join([*command, *rest]),
+        saved=SAVED,
     )

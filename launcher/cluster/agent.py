@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cluster import facts, probe, processes
+from launcher.cluster.node_spec import MEMORY_VARIABLE
 from launcher.cluster.wire import Message, MessageReader, MessageWriter, text_of
 from launcher.errors import LauncherError
+from launcher.scratch import Scratch
 
 if TYPE_CHECKING:
     from launcher.cluster.local import LocalRanks
@@ -42,6 +44,7 @@ LOST = 3
 def serve(hello: Message) -> NoReturn:
     """Become the agent (see `bootstrap.py`)."""
     processes.adopt_orphans()
+    memory = _memory_of_node()
     agent = os.fork()
     if agent == 0:
         os.setpgid(0, 0)
@@ -51,10 +54,21 @@ def serve(hello: Message) -> NoReturn:
             code = Agent(hello).run()
         finally:
             os._exit(code)
-    _guard(agent)
+    _guard(agent, memory)
 
 
-def _guard(agent: int) -> NoReturn:
+def _memory_of_node() -> Scratch | None:
+    """Make a directory in memory, for ranks to keep what the next attempt goes on from (`peer_memory.py`)."""
+    try:
+        memory = Scratch(Path("/dev/shm"), "launch-memory-", "agent")
+    except OSError:  # ranks tell, where they want it
+        os.environ.pop(MEMORY_VARIABLE, None)
+        return None
+    os.environ[MEMORY_VARIABLE] = str(memory.path)
+    return memory
+
+
+def _guard(agent: int, memory: Scratch | None) -> NoReturn:
     """Wait for the agent, and end what it leaves."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # ssh, srun and mpirun send these when the front end goes; the agent then ends its ranks in order.
@@ -64,6 +78,8 @@ def _guard(agent: int) -> NoReturn:
         os.dup2(null, descriptor)
     _, status = os.waitpid(agent, 0)
     processes.end_descendants(0)
+    if memory is not None:
+        memory.close()
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 

@@ -73,13 +73,15 @@ class LogOptions:
 
 
 @dataclass(frozen=True)
-class Timeouts:
-    """Seconds that a run has."""
+class EndPolicy:
+    """When a run is ended, and what its exit code says then."""
 
     hang_s: float = 0.0
-    """Without progress of any rank, after which it is taken to hang; 0: for ever."""
+    """Seconds without progress of any rank, after which it is taken to hang; 0: for ever."""
     term_grace_s: float = 0.0
-    """After a SIGTERM to the front end, before the ranks are ended."""
+    """Seconds after a SIGTERM to the front end, before the ranks are ended."""
+    saved_exit_code: int = 128 + signal.SIGTERM
+    """Where all ranks have ended well in that time: what there is to save is saved."""
 
 
 class Attempt:
@@ -89,7 +91,7 @@ class Attempt:
         node_group: the nodes, connected.
         shares: what each runs.
         log_options: how to speak of the ranks.
-        timeouts: see `Timeouts`.
+        policy: see `EndPolicy`.
         signals: those that the front end gets.
         status: what is known of the run, for who looks at it.
         may_leave: whether the next attempt can do without a node that is slow.
@@ -100,17 +102,12 @@ class Attempt:
         node_group: NodeGroup,
         shares: Sequence[NodeSpec],
         log_options: LogOptions,
-        timeouts: Timeouts,
+        policy: EndPolicy,
         signals: Signals,
         status: RunStatus,
         may_leave: Callable[[Node], bool] = lambda _: False,
     ) -> None:
-        self.node_group, self.shares, self.log_options, self.timeouts = (
-            node_group,
-            shares,
-            log_options,
-            timeouts,
-        )
+        self.node_group, self.shares, self.log_options, self.policy = node_group, shares, log_options, policy
         self.signals, self.console, self.log_dir = (
             signals,
             ConsoleWriter(log_options.shown),
@@ -137,17 +134,18 @@ class Attempt:
             size = self._watch(size)
         except Interrupted as error:
             number = error.number
-            if number == signal.SIGTERM and self.timeouts.term_grace_s:
+            if number == signal.SIGTERM and self.policy.term_grace_s:
                 self._let_finish()
         unclean = self._end(patient=number is None)
         self._show_the_rest(patient=number is None)
         left = self._told(unclean)
+        unfinished = [node for node in self.node_group.nodes if not node.complete]
         if number is not None:
             how = " and killed by the second signal" if self._hurried else ""
-            return RunOutcome(
-                128 + number, f"stopped by {number.name}{how}; logs: {self.log_dir}{left}"
-            ), None
-        unfinished = [node for node in self.node_group.nodes if not node.complete]
+            saved = number == signal.SIGTERM and not unfinished
+            how = "; all ranks have ended well" if saved else how
+            code = self.policy.saved_exit_code if saved else 128 + number
+            return RunOutcome(code, f"stopped by {number.name}{how}; logs: {self.log_dir}{left}"), None
         if not self.causes and not unfinished:
             return RunOutcome(0), None
         if not self.causes:
@@ -182,7 +180,7 @@ class Attempt:
                 for node in self.node_group.nodes
                 if node.running and node in self._stalled
             ]
-            if self.timeouts.hang_s and stalled and min(stalled) >= self.timeouts.hang_s:
+            if self.policy.hang_s and stalled and min(stalled) >= self.policy.hang_s:
                 self.causes.append(self._hang())
             if size is not None and self.console.size not in (None, size):
                 size = self.console.size or size
@@ -239,9 +237,9 @@ class Attempt:
         """Pass SIGTERM on, and wait for ranks that save a checkpoint, until another signal comes."""
         self._waiting = []
         self.signals.held = True
-        logger.warning("SIGTERM: ranks have %g s to save a checkpoint", self.timeouts.term_grace_s)
+        logger.warning("SIGTERM: ranks have %g s to save a checkpoint", self.policy.term_grace_s)
         self.node_group.tell(self.node_group.nodes, "signal", number=int(signal.SIGTERM))
-        until = time.monotonic() + self.timeouts.term_grace_s
+        until = time.monotonic() + self.policy.term_grace_s
         while (
             any(node.running for node in self.node_group.nodes)
             and time.monotonic() < until

@@ -46,6 +46,7 @@ OF_THE_NODE = (
     "DS_ENV_FILE",
     "LAUNCHER_PID",
     "LAUNCHER_CORES",
+    "LAUNCHER_MEMORY",
     "LAUNCHER_TOKEN",
 )
 """Variables that are never passed on: they describe one node, or ranks must not see them."""

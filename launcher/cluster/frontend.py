@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from launcher.cluster import processes, rendezvous
-from launcher.cluster.attempt import Attempt, LogOptions, RunOutcome, Timeouts
+from launcher.cluster.attempt import Attempt, EndPolicy, LogOptions, RunOutcome
 from launcher.cluster.node import Node
 from launcher.cluster.node_group import NodeGroup
 from launcher.cluster.node_spec import NodeSpec
@@ -41,7 +41,7 @@ class FrontEnd:
         max_restarts: how often a failed run is started again.
         min_nodes: a restart goes on with so many nodes where others do not come back; None: with `max_nodes`.
         max_nodes: the first so many that are there are used, the others wait in reserve; None: all.
-        timeouts: see `Timeouts`.
+        policy: see `EndPolicy`.
         leaves_slow_nodes: a node that has been slow for long is left out by a restart, where others are enough.
         prepare: called for nodes that are ready, before `assign_shares`, with what is to be called while it waits.
 
@@ -62,7 +62,7 @@ class FrontEnd:
         max_restarts: int = 0,
         min_nodes: int | None = None,
         max_nodes: int | None = None,
-        timeouts: Timeouts,
+        policy: EndPolicy,
         leaves_slow_nodes: bool = False,
         prepare: Prepare | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class FrontEnd:
             assign_shares,
             meeting,
         )
-        self.max_restarts, self.timeouts = max_restarts, timeouts
+        self.max_restarts, self.policy = max_restarts, policy
         self.prepare, self.leaves_slow_nodes = prepare, leaves_slow_nodes
         self.max_nodes = max_nodes or len(node_group.everyone)
         self.min_nodes = min_nodes or self.max_nodes
@@ -134,7 +134,7 @@ class FrontEnd:
                 self.node_group,
                 shares,
                 self.log_options,
-                self.timeouts,
+                self.policy,
                 self._signals,
                 self.status,
                 self._may_leave,

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+MEMORY_VARIABLE = "LAUNCHER_MEMORY"
+"""Tells ranks where the agent of their node holds memory for `checkpoint.peer_memory`."""
+
 
 def open_log(path: Path, *, keep: bool) -> IO[bytes]:
     """Return a log for writing, unbuffered. What ranks print may be nobody else's business.

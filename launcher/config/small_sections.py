@@ -148,6 +148,18 @@ class WriterConfig(Section):
     the checkpoints from before."""
 
 
+class PeerMemoryConfig(Section):
+    """A recipe keeps copies of its state in host memory, on the node that made them and on the next one: after a
+    restart it goes on from there, without a disk, also where one node was lost. They lie in /dev/shm, and take up to
+    four times what the ranks of a node write into a checkpoint (two steps, of two nodes), and memory-estimate counts
+    so much."""
+
+    differs: ClassVar[dict[str, str]] = {"every": "a key of this launcher"}
+
+    every: WholeNumber = 0
+    """Optimizer steps between two copies; 0: none."""
+
+
 class CheckpointConfig(Section):
     """Checkpoints are topology-free whatever is written here."""
 
@@ -159,6 +171,7 @@ class CheckpointConfig(Section):
     differs: ClassVar[dict[str, str]] = {
         "keep_last": "a key of this launcher",
         "keep_every": "a key of this launcher",
+        "peer_memory": "a key of this launcher",
         "tag_validation": "ranks that disagree all save under rank 0's tag; in DeepSpeed each saves under its own",
         "use_node_local_storage": "such a checkpoint loads only on the same ranks of the same nodes",
     }
@@ -184,6 +197,9 @@ class CheckpointConfig(Section):
 
     keep_every: Count | None = None
     """Checkpoints whose step is a multiple of it stay, whatever `keep_last` says."""
+
+    peer_memory: PeerMemoryConfig = Field(default_factory=PeerMemoryConfig.model_construct)
+    """Copies in the memory of the nodes."""
 
     checkpoint_serialization: bool = True
     """torch.save's zip format in DeepSpeed."""

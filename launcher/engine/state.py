@@ -48,14 +48,23 @@ def save_state(
 ) -> None:
     """Write the checkpoint DIRECTORY/TAG: each rank writes its slice of everything in its stage. Collective."""
     with in_turn() as window:
-        tensors: LogicalTensors = {}
-        for piece in _written(engine):
-            if not (exclude_frozen and not engine.zero.slots[piece.name].leaf.requires_grad):
-                tensors[f"model/{piece.name}"] = _flat_slice(engine, piece, piece.part, window)
-        tensors |= _buffers(engine)
-        tensors |= _optimizer_state(engine, window)
-        tensors |= _random_states(engine)
+        tensors = _all_tensors(engine, window, exclude_frozen=exclude_frozen)
         engine.saver.save(directory, tag, tensors, _meta(engine, client_state), latest)
+
+
+def keep_state(engine: Engine, client_state: dict[str, Any]) -> None:
+    """Keep the same in the memory of the nodes (`checkpoint.peer_memory`). Collective."""
+    with in_turn() as window:
+        tensors = _all_tensors(engine, window)
+        engine.saver.keep(engine.global_steps, tensors, _meta(engine, client_state))
+
+
+def _all_tensors(engine: Engine, window: PrefetchWindow, *, exclude_frozen: bool = False) -> LogicalTensors:
+    tensors: LogicalTensors = {}
+    for piece in _written(engine):
+        if not (exclude_frozen and not engine.zero.slots[piece.name].leaf.requires_grad):
+            tensors[f"model/{piece.name}"] = _flat_slice(engine, piece, piece.part, window)
+    return tensors | _buffers(engine) | _optimizer_state(engine, window) | _random_states(engine)
 
 
 def load_state(

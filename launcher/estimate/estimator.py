@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from launcher.comm import Mesh
-from launcher.config import Config
+from launcher.config import CheckpointConfig, Config
 from launcher.engine.assemble import resolve
 from launcher.engine.offloading import HOST
 from launcher.estimate.answer import DeviceBytes, Estimate
@@ -68,7 +68,7 @@ class Estimator:
         step = ScriptedStep(script)
         step.run()
         between = _held(paper, paper.pool.idle_bytes, 0)
-        host = _host(paper) + (_copies(paper, states) if resolved.checkpoint.writer.decoupled else 0)
+        host = _host(paper) + _copies_of(resolved.checkpoint) * _written(paper, states)
         return Estimate(rank, world, step.peaks, _held(paper, *step.at_peak), between, host, paper.disk.most)
 
     def kept(self, config: Config, world: int, sequence: int | None = None) -> int:
@@ -140,8 +140,15 @@ def _host(paper: SimulatedRank) -> int:
     return host + paper.placements.buffers.idle.most
 
 
-def _copies(paper: SimulatedRank, states: StateBytes) -> int:
-    """Return the bytes of the copies that a save in the background writes: this rank's share of all that is saved."""
+def _copies_of(section: CheckpointConfig) -> int:
+    """Return how many copies of what a rank writes lie in host memory: one that a save in the background writes, and
+    of `peer_memory` two steps, of this node and of the one before."""
+    in_memory = section.peer_memory.every > 0
+    return int(section.writer.decoupled or in_memory) + 4 * in_memory
+
+
+def _written(paper: SimulatedRank, states: StateBytes) -> int:
+    """Return the bytes of this rank's share of all that is saved."""
     total = 0
     for flat in paper.flats:
         share = flat.shard_span.stop - flat.shard_span.start

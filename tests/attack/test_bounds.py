@@ -259,9 +259,9 @@ def test_paths_in_a_batch_script_are_quoted(tmp_path: Path, monkeypatch: pytest.
     assert "#SBATCH --job-name=my___touch_x__script" in lines
     (output,) = (line for line in lines if "--output" in line)
     assert shlex.split(output.removeprefix("#SBATCH ")) == [f"--output={tmp_path}/o u't/slurm-%j.out"]
-    body = text[text.index("cd ") :].replace("exec", "printf '%s\\n'")
-    done = subprocess.run(["sh", "-c", body + "pwd"], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith(f"{here}\n") and "my $(touch x) script.py\n--x\ny z\n" in done.stdout
+    body = text[text.index("cd ") :].replace(sys.executable, f"printf '%s\\n' \"$PWD\" {sys.executable}")
+    done = subprocess.run(["sh", "-c", body], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{here}\n") and done.stdout.endswith("my $(touch x) script.py\n--x\ny z\n")
     assert list(here.iterdir()) == [here / name]
 
 

@@ -239,6 +239,7 @@ GOOD = {
     "--num_nodes": "2", "--include": "node1@node2:0", "--exclude": "node1:1", "--launcher": "pdsh",
     "--launcher_args": "-v", "--ssh_port": "22", "--master_addr": "127.0.0.1", "--master_port": "29511",
     "--export": "A=b", "--node_rank": "1", "--min_nodes": "1", "--max_nodes": "2", "--term_grace": "20",
+    "--checkpoint_exit_code": "75",
     "--hang_timeout": "0", "--max_restarts": "2", "--bind_core_list": "0", "--tee": "all", "--log_level": "info",
     "--submit": "-p x", "--sync": "{directory}", "--node_timeout": "5", "--max-steps": "3", "--epochs": "1.5",
     "--learning-rate": "1e-3", "--batch-size": "8", "--output-dir": "{directory}", "--seq-length": "64",

@@ -17,7 +17,7 @@ from launcher.cli.job import Job
 from launcher.cli.launch_flags import launch_parser
 from launcher.cli.request import RunRequest
 from launcher.cli.shares import allowed
-from launcher.cluster.attempt import Timeouts
+from launcher.cluster.attempt import EndPolicy
 from launcher.cluster.frontend import FrontEnd
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
@@ -117,7 +117,7 @@ def test_nodes_that_are_left_out_stay_so_while_the_others_are_the_same() -> None
         meeting=RendezvousOptions(),
         min_nodes=1,
         max_nodes=2,
-        timeouts=Timeouts(),
+        policy=EndPolicy(),
     )  # type: ignore[arg-type]
     for node in nodes:
         node.facts = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.node_kills import prepare, steps_made
 from tests.cluster.test_faults import WAITING
 from tests.cluster.testbed import CANNOT, SCRIPT, Hosts, ended, thorough, wait_for
 
@@ -125,4 +126,31 @@ def test_a_job_that_is_queued_again_says_so_to_its_ranks(slurm: Hosts, tmp_path:
 
     wait_for(runs_again, "the second time", limit_s=150)
     wait_for(lambda: "COMPLETED" in slurm("exec", "head", "--", "scontrol", "show", "job", job), "its end")
+    assert not left(slurm, "node1") and not left(slurm, "node2")
+
+
+def test_a_job_whose_time_is_up_saves_and_queues_itself_again(slurm: Hosts, tmp_path: Path) -> None:
+    """Slurm's notice, a minute before the end, is sent here by hand; what scancel sends ends the job for good."""
+    arguments = (*prepare(tmp_path), "--max-steps", "1000000", "--output-dir", "out")
+    flags = ("--submit=--parsable", "--num_nodes", "2", "--num_gpus", "1", *arguments)
+    job = slurm.launch(tmp_path, *flags).out.split()[-1]
+
+    def control(*words: str) -> str:
+        command = [sys.executable, str(SCRIPT), "exec", "head", "--", *words]
+        return subprocess.run(command, env=slurm.env, capture_output=True, text=True).stdout
+
+    def has_resumed() -> bool:
+        time.sleep(2)  # Slurm needs a moment between two updates
+        control("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits for two minutes
+        return "resumed from" in (tmp_path / "out/logs/rank0.log").read_text()
+
+    wait_for(lambda: steps_made(tmp_path) > 5, "steps")
+    control("scancel", "--batch", "--signal=USR1", job)
+    wait_for(has_resumed, "the second time", limit_s=150)
+    made = steps_made(tmp_path)
+    wait_for(lambda: steps_made(tmp_path) > made, "more steps")
+    control("scancel", "--batch", "--signal=TERM", job)
+    wait_for(lambda: "FAILED" in slurm("exec", "head", "--", "scontrol", "show", "job", job), "its end")
+    said = next((tmp_path / "out").glob("slurm-*.out")).read_text()
+    assert said.count("all ranks have ended well") == 2 and said.count("SIGTERM: saved after step") == 2
     assert not left(slurm, "node1") and not left(slurm, "node2")

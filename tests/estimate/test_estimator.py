@@ -116,3 +116,7 @@ def test_copies_of_saves_in_the_background_are_counted(
     assert without == 0
     for told in pool.run(bytes_of_copies, 2, copied, tmp_path):
         assert found == pytest.approx(told, rel=0.02)
+    in_memory = load(plain | {"checkpoint": {"peer_memory": {"every": 5}}})
+    assert (
+        made.estimate(in_memory, 2, sequence=16).host == 5 * found
+    )  # of two steps, of two nodes, and one on its way

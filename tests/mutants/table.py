@@ -230,6 +230,20 @@ MUTANTS = {
         "keep_last deletes checkpoints that somebody has named, such as best_at_step_5",
         near="checkpoint",
     ),
+    "copies-stay-on-their-own-node": Mutant(
+        "checkpoint/peer_memory.py",
+        "following = self._nodes[(number + 1) % len(self._nodes)]",
+        "following = self._nodes[number]",
+        "with checkpoint.peer_memory the copies of a node that is lost are lost with it",
+        near="checkpoint/test_peer_memory.py",
+    ),
+    "copies-are-used-without-a-look-at-their-bytes": Mutant(
+        "checkpoint/peer_memory.py",
+        "        check_blocks(place, {name: stamp})\n    except",
+        "    except",
+        "with checkpoint.peer_memory a run goes on from a damaged copy",
+        near="checkpoint/test_peer_memory.py",
+    ),
     "replicas-are-compared-by-rounded-sums": Mutant(
         "zero/features/replicas.py",
         "    return flat.view(torch.int64 if wide else _WHOLE[size])\n",

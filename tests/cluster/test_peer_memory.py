@@ -1,0 +1,60 @@
+"""`checkpoint.peer_memory`: after a restart a recipe goes on from the memory of its nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.launching import launch, launching, wait_for
+from tests.cluster.node_kills import EVERY, kill, prepare, resumed, steps_made
+from tests.cluster.test_training import losses
+from tests.cluster.testbed import Hosts, thorough
+from tests.cluster.testbed import wait_for as wait_until
+
+STEPS = 40
+
+
+@pytest.mark.key("checkpoint.peer_memory", "checkpoint.peer_memory.every")
+def test_a_run_goes_on_from_memory_as_if_nothing_had_been(tmp_path: Path) -> None:
+    run = (*prepare(tmp_path), "--max-steps", str(STEPS))
+    whole = launch("--num_gpus", "2", *run, "--output-dir", "one", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    before = set(Path("/dev/shm").glob("launch-memory-*"))
+    with launching(
+        "--num_gpus", "2", "--max_restarts", "1", *run, "--output-dir", "out", cwd=tmp_path
+    ) as process:
+        wait_for(tmp_path / "out" / "metrics.jsonl")
+        wait_until(lambda: steps_made(tmp_path) > 2 * EVERY, "steps")
+        status = json.loads((tmp_path / "out" / "logs" / "status.json").read_text())
+        os.kill(status["ranks"][1]["pid"], signal.SIGKILL)
+        out, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    (found,) = re.findall(r"resumed from the memory of the nodes at step (\d+)", out)
+    assert int(found) >= EVERY and int(found) % EVERY == 0
+    assert "in the memory of this node, which is the only one" in out
+    assert losses(tmp_path / "out") == losses(tmp_path / "one")
+    assert set(Path("/dev/shm").glob("launch-memory-*")) <= before  # the agent has given it back
+
+
+@thorough
+def test_the_memory_of_a_killed_node_is_on_the_next_one(hosts: Hosts, tmp_path: Path) -> None:
+    arguments = (*prepare(tmp_path, save_every=60), "--max-steps", "1000000", "--output-dir", "out")
+    hostfile = ("--hostfile", hosts.hostfile(tmp_path, slots=1), "--max_restarts", "3")
+    process = hosts.start(tmp_path, *hostfile, *arguments)
+    try:
+        for goal, names in (25, ["node1"]), (50, ["node2"]), (80, ["node1", "node2"]):
+            wait_until(lambda goal=goal: steps_made(tmp_path) > goal, "steps", 90)  # type: ignore[misc]
+            _, before, place, step = kill(hosts, tmp_path, process, names)
+            if len(names) == 1:
+                assert place == "the memory of the nodes" and before - step <= 2 * EVERY
+            else:
+                assert place.endswith("global_step60")
+        assert len(resumed(tmp_path)) == 3
+    finally:
+        process.kill()
+        process.communicate()
