@@ -16,6 +16,7 @@ from launcher.comm.plain import decode
 from launcher.config import Config
 from launcher.config.ranks import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
 from launcher.errors import CheckpointError, ConfigError
+from launcher.replica import replica_of
 
 if TYPE_CHECKING:
     from launcher.checkpoint.peer_memory import PeerMemory
@@ -100,6 +101,7 @@ class Resuming:
         accumulation = said.get(ACCUMULATION) or max(1, int(self.meta["micro_steps"]) // steps)
         ranks = max(1, int(self.meta["world_size"]))
         train = said.get(TRAIN) or self.samples // steps or said.get(MICRO, 1) * accumulation * ranks
+        train = train * int(self.client_state.get("replicas", 1)) // replica_of()[1]
         micro = said.get(MICRO) or max(1, train // (accumulation * ranks))
         return {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
 

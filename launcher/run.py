@@ -21,12 +21,14 @@ from launcher.cluster.secret import without_secrets
 from launcher.comm import init_distributed, pick_device
 from launcher.comm.plain import broadcast_from_first
 from launcher.config import Config, load
+from launcher.config.fault_tolerance import of_replica
 from launcher.config.ranks import mesh_lines
 from launcher.config.resolve import complete, flags_for_json, micro_batch_of
 from launcher.earlier_run import CHECKPOINTS, MODEL
 from launcher.engine import Engine, report
 from launcher.errors import ConfigError
 from launcher.monitor.summary import write_json
+from launcher.replica import replica_of
 from launcher.resuming import Resuming, keep_batch, written_batch
 
 if TYPE_CHECKING:
@@ -51,6 +53,9 @@ class Run:
     device: torch.device
     console: Console
     rank: int = field(default=0)
+    replica: int = field(default=0)
+    """Number of this replica (`fault_tolerance`); the rank is counted in it."""
+    replicas: int = field(default=1)
     terminated: list[int] = field(default_factory=list)
     """SIGTERMs that came, where the launcher gives time for a last checkpoint (`--term_grace`)."""
     has_saved: bool = False
@@ -79,15 +84,17 @@ class Run:
         device = pick_device(args.device or os.environ.get("LAUNCHER_DEVICE", "auto"))
         init_distributed(device)
         rank = dist.get_rank()
-        config = complete(load(source), flags_for_json(args))
+        config = of_replica(complete(load(source), flags_for_json(args)))
+        replica, replicas = replica_of()
         # Dropout differs by rank, but not inside a group that works on the same sequences; weights and data have seeds
         # of their own.
-        seed = args.seed + rank // config.tensor_parallel.degree
+        seed = args.seed + (replica * dist.get_world_size() + rank) // config.tensor_parallel.degree
         random.seed(seed)
         torch.manual_seed(seed)
         output = Path(os.environ.get("LAUNCHER_OUTPUT_DIR") or args.output_dir or "runs/run")
         output.mkdir(parents=True, exist_ok=True)
         run = cls(args, config, output, device, Console(quiet=rank != 0, soft_wrap=True), rank)
+        run.replica, run.replicas = replica, replicas
         run._own_directory()
         run._look_at_checkpoint()
         if "LAUNCHER_TERM_GRACE" in os.environ:
@@ -104,9 +111,10 @@ class Run:
         saved = False
         if self.rank == 0:
             try:
-                if not owner.is_held(self.output_dir, os.environ.get("LAUNCHER_RUN", "")):
+                if not (self.replica or owner.is_held(self.output_dir, os.environ.get("LAUNCHER_RUN", ""))):
                     self.ownership = owner.take(self.output_dir, "", self.say)
-                earlier_run.check(self.args, self.output_dir)
+                if not self.replica:
+                    earlier_run.check(self.args, self.output_dir)
                 saved = earlier_run.has_saved(self.output_dir)
             except ConfigError as error:
                 problem = error.what, error.where, error.fix
@@ -117,7 +125,7 @@ class Run:
 
     def take_over(self) -> None:
         """Rank 0 removes what `--overwrite` gives up and notes this run in the directory. Every rank must call it."""
-        if self.rank == 0:
+        if self.rank == self.replica == 0:
             earlier_run.take_over(self.args, self.output_dir)
         dist.barrier()
 
@@ -223,8 +231,8 @@ class Run:
             return default
         auto = self.auto_values(lr=1.0, total_steps=1, micro_batch=micro_batch)
         dp_degree = self.config.dp_degree(dist.get_world_size())
-        batch = self.config.resolve(dp_degree=dp_degree, auto=auto).train_batch_size
-        return max(1, int(self.args.epochs * (sequences // int(str(batch)))))
+        batch = int(str(self.config.resolve(dp_degree=dp_degree, auto=auto).train_batch_size)) * self.replicas
+        return max(1, int(self.args.epochs * (sequences // batch)))
 
     def describe(self, engine: Engine, model: str, data: str) -> None:
         """Say what will run, and what every "auto" and surprising default became. Every rank must call it."""
@@ -236,6 +244,9 @@ class Run:
         for i, line in enumerate(mesh):
             self.say(f"{'' if i else 'mesh':8}{line}")
         self.say(f"batch   {report.batch(engine)}")
+        if self.replicas > 1:
+            whole = engine.train_batch_size() * self.replicas
+            self.say(f"replica {self.replica} of {self.replicas}, which together have a batch of {whole}")
         for auto in engine.resolved.resolved_autos:
             self.say(f"chosen  {auto.path} = {auto.value} ({auto.why})")
         for note in engine.resolved.notes:
@@ -244,6 +255,6 @@ class Run:
 
     def write_config(self, resolved: dict[str, Any]) -> None:
         """Write config.json as resolved, and the recipe's flags; without secrets, as others may read them."""
-        if self.rank == 0:
+        if self.rank == self.replica == 0:
             write_json(self.output_dir / "config.json", without_secrets(resolved))
             write_json(self.output_dir / "flags.json", without_secrets(vars(self.args)))

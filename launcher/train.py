@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ from launcher.monitor.trace import Trace
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.resuming import Resuming
 from launcher.run import Run
+
+if TYPE_CHECKING:
+    from launcher.replica_run import ReplicaRun
 
 EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
 
@@ -68,6 +71,8 @@ class Training:
     tokens: int = field(default=0, init=False)
     stalled_s: float = field(default=0.0, init=False)  # told of
     saves_chosen: bool = field(default=False, init=False)
+    metrics: MetricsWriter | None = field(default=None, init=False)
+    replica: ReplicaRun | None = field(default=None, init=False)  # of several (`fault_tolerance`)
     nonfinite: int = field(default=0, init=False)  # steps in a row, up to the last one
 
     def __post_init__(self) -> None:
@@ -75,10 +80,10 @@ class Training:
         engine.quiet = True
         self.loader = GlobalBatchLoader(
             self.train_set,
-            global_batch=engine.train_batch_size(),
+            global_batch=engine.train_batch_size() * self.run.replicas,
             micro_batch=engine.train_micro_batch_size_per_gpu(),
-            dp_rank=engine.mesh.dp.rank,
-            dp_degree=engine.mesh.dp.degree,
+            dp_rank=self.run.replica * engine.mesh.dp.degree + engine.mesh.dp.rank,
+            dp_degree=engine.mesh.dp.degree * self.run.replicas,
             seed=self.run.args.seed,
             reads=engine.is_first_stage(),
         )
@@ -119,24 +124,23 @@ class Training:
         """Train to the last step, evaluate and save on the way, and write everything at the end."""
         self.run.take_over()  # now that model and data are loaded: a run that cannot start replaces nothing
         self.run.write_config(self.engine.config)
-        self._resume()
-        first = self.run.rank == 0
+        if self.run.replicas == 1:
+            self._resume()
+        elif not self._join():
+            return
         progress = ProgressLine(
             self.total_steps,
             steps_per_print=self.engine.steps_per_print() or 10,
-            enabled=first,
+            enabled=self.run.rank == 0,
             console=self.run.console,
-        )
-        metrics = (
-            MetricsWriter(self.run.output_dir / "metrics.jsonl", resume_step=self.engine.global_steps)
-            if first
-            else None
         )
         steps = self.loader.steps()
         self.engine.telemetry.say = progress.message
         with progress, self._trace() as trace:
             while self.engine.global_steps < self.total_steps and not self._diverged():
                 self.run.check_ownership()
+                if self.replica is not None:
+                    self.replica.admit(self._client_state)
                 place = self.loader.state_dict()
                 try:
                     with trace.step(self.engine.global_steps + 1):
@@ -147,21 +151,73 @@ class Training:
                     raise
                 if self._due(self.run.args.eval_every) and self.eval_set is not None:
                     record["eval_loss"] = self.evaluate()
-                if metrics is not None:
-                    progress.update(metrics.write(**record))
-                if self._due(self.run.args.save_every):
+                self._note(record, progress)
+                if self._due(self.run.args.save_every) and self._leads:
                     self.save()
                 elif self.run.memory is not None and self._due(self.run.config.checkpoint.peer_memory.every):
                     self._keep()
-                if self.run.stop_requested():
-                    saved = self.save()
-                    self.engine.saver.wait()
-                    how = "saved after" if saved else "stopped, and not saved, after"
-                    progress.message(f"SIGTERM: {how} step {self.engine.global_steps}")
-                    raise SystemExit(0 if saved else 1)
-        if metrics is not None:
-            metrics.close()
-        self._finish()
+                if self._stops():
+                    self._save_and_leave(progress)
+        self._close_metrics()
+        if self.replica is None or self.replica.finish():
+            self._finish()
+        else:
+            self._leave()
+        if self.replica is not None:
+            self.replica.group.written()
+
+    def _join(self) -> bool:
+        """Become one of the replicas that train; false where the others have made all steps."""
+        from launcher.cluster.replica_group import RunIsOver
+        from launcher.replica_run import ReplicaRun
+
+        self.replica = ReplicaRun(self.engine)
+        self._choose_background()
+        try:
+            self.replica.join(self._resume, self._take_state, self.run.say)
+        except RunIsOver:
+            self.run.say("the other replicas have made all steps")
+            self._leave()
+            return False
+        return True
+
+    def _take_state(self, client: dict[str, Any]) -> None:
+        self.loader.load_state_dict(client["data"])
+        self.tokens = client["tokens"]
+
+    @property
+    def _leads(self) -> bool:
+        """Return whether this replica saves, and writes metrics."""
+        return self.replica is None or self.replica.leads
+
+    def _note(self, record: dict[str, Any], progress: ProgressLine) -> None:
+        """Write the metrics of a step, on rank 0 of the replica that leads: another one may have led before."""
+        if self.run.rank != 0:
+            return
+        if not self._leads:
+            self._close_metrics()
+            progress.update(record)
+            return
+        if self.metrics is None:
+            file = self.run.output_dir / "metrics.jsonl"
+            self.metrics = MetricsWriter(file, resume_step=int(record["step"]) - 1)
+        progress.update(self.metrics.write(**record))
+
+    def _close_metrics(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+        self.metrics = None
+
+    def _stops(self) -> bool:
+        """Return whether some rank was told to end. Every rank must call it."""
+        return self.replica.told.stops if self.replica is not None else self.run.stop_requested()
+
+    def _save_and_leave(self, progress: ProgressLine) -> None:
+        saved = not self._leads or self.save()
+        self.engine.saver.wait()
+        how = "saved after" if saved else "stopped, and not saved, after"
+        progress.message(f"SIGTERM: {how} step {self.engine.global_steps}")
+        raise SystemExit(0 if saved else 1)
 
     def _trace(self) -> Trace:
         args, device = self.run.args, self.engine.device
@@ -179,9 +235,14 @@ class Training:
         weights = token_weights(engine, [learned_tokens(batch) for batch in microbatches])
         engine.train()
         loss = engine.run_microbatches(microbatches, weights)
+        mean_loss, replicas = self._sum(loss) / engine.dp_world_size, 1
+        if self.replica is not None:
+            learned = sum(learned_tokens(batch) for batch in microbatches)
+            self.replica.begin_step(mean_loss, learned, stops=bool(self.run.terminated))
         engine.step()
-        mean_loss = self._sum(loss) / engine.dp_world_size
-        seen = engine.train_batch_size() * min(seqlen or self.width, self.width)
+        if self.replica is not None:
+            mean_loss, replicas = self.replica.told.loss, self.replica.told.members
+        seen = engine.train_batch_size() * replicas * min(seqlen or self.width, self.width)
         self.tokens += seen
         norm = engine.get_global_grad_norm()
         self._look(mean_loss, norm)
@@ -195,6 +256,8 @@ class Training:
             "tokens_per_s": seen / seconds,
             "step_time_s": seconds,
         }
+        if self.replica is not None:
+            record["replicas"] = replicas
         record |= self.expert_load.take()
         if (stalled := engine.saver.stalled_s) > self.stalled_s:
             record["checkpoint_stall_s"], self.stalled_s = stalled - self.stalled_s, stalled
@@ -276,6 +339,7 @@ class Training:
             "total_steps": self.total_steps,
             "tokenizer": self._tokenizer(),
             "batch_keys": self.run.batch_keys,
+            "replicas": self.run.replicas,
         }
 
     def _choose_background(self) -> None:
@@ -297,7 +361,8 @@ class Training:
             error.fix = f"{error.fix}; go on from the state before this step: --resume {before}"
 
     def _resume(self) -> None:
-        self.engine.saver.memory = self.run.memory
+        if self.run.memory is not None:
+            self.engine.saver.memory = self.run.memory
         resuming = self.run.resuming
         if resuming is None:
             return
@@ -351,11 +416,14 @@ class Training:
             self._write_summary(ranks, parameters, {**more, **({"stopped": failure.what} if failure else {})})
         if self.engine.resolved.comms_logger.enabled:
             log_summary()
+        self._leave()
+        if failure is not None:
+            raise failure
+
+    def _leave(self) -> None:
         self.engine.telemetry.close()
         dist.barrier()
         self.run.give_back()
-        if failure is not None:
-            raise failure
 
     def _failure(self) -> NotFiniteError:
         """Why this run has no model to show."""

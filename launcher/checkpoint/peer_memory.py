@@ -57,33 +57,36 @@ class PeerMemory:
         directory: of this node.
         group: of all ranks; None is the default one.
         node: of the ranks of this node.
+        copies: send them to the next node.
 
     Attributes:
         found: what `find` returned last.
+        keeps_copies: there is another node for them.
     """
 
     def __init__(
-        self, directory: Path, group: dist.ProcessGroup | None = None, node: dist.ProcessGroup | None = None
+        self,
+        directory: Path,
+        group: dist.ProcessGroup | None = None,
+        node: dist.ProcessGroup | None = None,
+        *,
+        copies: bool = True,
     ) -> None:
         self.directory = directory
         self._ranks = CollectiveErrors(group, node)
         self._nodes = members_of_nodes(group)
+        self.keeps_copies = copies and len(self._nodes) > 1
         self.found: tuple[str, dict[str, Any]] | None = None
         self._held: list[dict[str, int]] = []
         """Of each node: the files of the checkpoint that was found, with their sizes."""
 
     @classmethod
-    def of_run(cls) -> PeerMemory | None:
+    def of_run(cls, *, copies: bool = True) -> PeerMemory | None:
         """Return the memory that the agents of this run hold; None where `launch` has not started it. Collective."""
         place = os.environ.get(MEMORY_VARIABLE)
         if place is None or not dist.is_initialized():
             return None
-        return cls(Path(place), *node_groups())
-
-    @property
-    def keeps_copies(self) -> bool:
-        """Return whether there is another node for them."""
-        return len(self._nodes) > 1
+        return cls(Path(place), *node_groups(), copies=copies)
 
     # ---- keeping ----------------------------------------------------------------------------
 
@@ -147,6 +150,10 @@ class PeerMemory:
                 for file, stamp in every[source].items():
                     if file != METADATA_FILE:
                         yield Move(file, stamp.size, source, target)
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._ranks.on_first(lambda: self._forget_all_but(""))
 
     def _finish(self, place: Path, name: str) -> None:
         shutil.rmtree(self.directory / name, ignore_errors=True)

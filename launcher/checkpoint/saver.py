@@ -66,11 +66,18 @@ class Saver:
         """Call `store.save` as the section says: now, or with a copy in the background."""
         self._now_or_beside(tensors, meta, lambda t, m: self._save(directory, tag, t, m, latest))
 
-    def keep(self, step: int, tensors: TensorMap, meta: Mapping[str, Any]) -> None:
-        """Call `PeerMemory.keep` in the same way."""
+    def keep(
+        self, step: int, tensors: TensorMap, meta: Mapping[str, Any], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call `PeerMemory.keep`, and what comes after it, in the same way."""
         memory = self.memory
         assert memory is not None
-        self._now_or_beside(tensors, meta, lambda t, m: memory.keep(step, t, m))
+
+        def write(tensors: TensorMap, meta: Mapping[str, Any]) -> None:
+            memory.keep(step, tensors, meta)
+            then()
+
+        self._now_or_beside(tensors, meta, write)
 
     def _now_or_beside(
         self,

@@ -39,6 +39,7 @@ from launcher.cluster.secret import secrets_of
 from launcher.cluster.selection import select
 from launcher.cluster.sync_manifest import SyncManifest, pack
 from launcher.cluster.wire import Message
+from launcher.replica import RUN
 
 if TYPE_CHECKING:
     from launcher.config import Config
@@ -76,8 +77,8 @@ class Job:
     output_dir: Path | None = None
     """The run's directory, once it is made."""
 
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """The same for all ranks, in all attempts."""
+    id: str = field(default_factory=lambda: os.environ.get(RUN) or uuid.uuid4().hex)
+    """The same for all ranks, in all attempts, and for all replicas."""
 
     def __post_init__(self) -> None:
         flags = self.flags

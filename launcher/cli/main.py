@@ -22,6 +22,7 @@ from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_a
 from launcher.cli.recipes import DEFAULT_RECIPE, SUBCOMMANDS, check_flags, find_config, shared_directory
 from launcher.cluster.secret import hide, hide_inherited, masked, secret_arguments, secrets_of
 from launcher.errors import ConfigError, LauncherError, printable
+from launcher.replica import REPLICA, replica_of
 
 if TYPE_CHECKING:
     from launcher.config import Config
@@ -107,7 +108,7 @@ def _launch(argv: list[str]) -> int:
         from launcher.config.resolve import complete, flags_for_json
 
         complete(config, flags_for_json(said))  # the ranks do it again: this time is for the answer
-        if said.output_dir and flags.submit is None and not flags.dry_run:
+        if said.output_dir and flags.submit is None and not flags.dry_run and REPLICA not in os.environ:
             earlier_run.check(said, Path(said.output_dir))
     if flags.submit is not None:
         from launcher.cli.submit import submit
@@ -115,6 +116,10 @@ def _launch(argv: list[str]) -> int:
         return submit(flags, run, argv if recipe else [*argv, DEFAULT_RECIPE])
     if flags.no_ssh and flags.node_rank and not flags.dry_run:
         _join(flags)
+    if config is not None and config.fault_tolerance.replicas > 1 and REPLICA not in os.environ:
+        from launcher.cli.replicas import run_replicas
+
+        return run_replicas(flags, run, argv if recipe else [*argv, DEFAULT_RECIPE], config.fault_tolerance)
     from launcher.cli.job import Job
 
     job = Job(run, flags, config, _source(flags.config) if config is not None else None)
@@ -128,7 +133,7 @@ def _launch(argv: list[str]) -> int:
     front_end.status.command = masked(shlex.join(["launch", *argv]))
     outcome = front_end.run()
     sys.stdout.flush()
-    if run.is_ours and front_end.status.file is not None:
+    if run.is_ours and front_end.status.file is not None and replica_of()[0] == 0:
         from launcher.monitor.run_report import write_report
 
         try:

@@ -21,6 +21,7 @@ from launcher.cluster.selection import first_ranks
 from launcher.errors import ConfigError, shortened
 from launcher.integrations.surface import SWITCH
 from launcher.owner import check_free
+from launcher.replica import replica_of
 
 if TYPE_CHECKING:
     from launcher.cli.job import Job
@@ -48,7 +49,9 @@ def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
     _check_binding(job, counts)
     if job.output_dir is None:
         job.output_dir = run_directory(value_of(job.run.arguments, "--output-dir"), job.run.name)
-        if job.run.is_ours:  # told before anything starts; the agent of rank 0 takes it
+        if (
+            job.run.is_ours and replica_of()[0] == 0
+        ):  # told before anything starts; the agent of rank 0 takes it
             check_free(job.output_dir)
     same = common(job, job.output_dir, device)
     shown = [] if job.flags.enable_each_rank_log else _shown(job, total)
@@ -118,16 +121,18 @@ def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
             run.name,
         )
     bind = flags.bind_cores_to_rank or flags.bind_core_list
+    replica, _ = replica_of()
+    logs = output_dir / "logs" / f"replica{replica}" if replica else output_dir / "logs"
     return NodeSpec(
         kind=run.kind,
         target=run.target,
         arguments=run.arguments,
-        log_dir=str(Path(to_files).resolve() if to_files else output_dir / "logs"),
+        log_dir=str(Path(to_files).resolve() if to_files else logs),
         log_prefix=time.strftime("%Y%m%d-%H%M%S_") if to_files else "",
         append_local_rank=not (run.is_ours or flags.no_local_rank),
         environment=variables,
         run=job.id,
-        owned=str(output_dir) if run.is_ours else None,
+        owned=str(output_dir) if run.is_ours and replica == 0 else None,
         watched=True,
         bind_cores=(flags.bind_core_list or "") if bind else None,
     )
@@ -208,7 +213,7 @@ def _shown(job: Job, total: int) -> list[int]:
     """
     wanted = job.flags.tee
     if wanted is None:
-        return [0]
+        return [0] if replica_of()[0] == 0 else []
     if wanted == "all":
         return list(range(total))
     ranks = sorted({0, *(int(text) for text in wanted.split(","))})

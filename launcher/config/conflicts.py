@@ -46,6 +46,7 @@ ZERO, TENSOR, PARAMS = "zero_optimization", "tensor_parallel", "scheduler.params
 DEGREE, STAGE = f"{TENSOR}.autotp_size", f"{ZERO}.stage"
 STAGES, SCHEDULE = "pipeline.stages", "pipeline.schedule"
 NORM = f"{ZERO}.compute_grad_norm"
+REPLICAS = "fault_tolerance.replicas"
 NO_NORM = f"{NORM} is false, and"
 PIPEDREAM = f'{SCHEDULE} is "pipedream", whose stages update their weights one by one, and'
 
@@ -258,6 +259,14 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
          lambda interval, number: interval and number is not None,
          "pipeline.activation_checkpoint_interval and activation_checkpointing.number_checkpoints both choose "
          "which blocks are recomputed", "delete one of them"),
+    Rule((REPLICAS, "checkpoint.peer_memory.every"), lambda replicas, every: replicas > 1 and every,
+         "replicas hold each other's state: copies in memory are not needed",
+         "delete checkpoint.peer_memory, or fault_tolerance"),
+    Rule((REPLICAS, "elasticity.enabled"), lambda replicas, on: replicas > 1 and on,
+         "replicas come and go without a restart, and elasticity changes the batch at a restart",
+         "delete elasticity, or fault_tolerance"),
+    Rule((REPLICAS, SCHEDULE), lambda replicas, schedule: replicas > 1 and schedule == "pipedream",
+         f"{PIPEDREAM} replicas average gradients before a step of all", 'write another schedule, such as "1f1b"'),
     Rule((NORM, "gradient_clipping"), lambda norm, clipping: not norm and clipping != 0,
          f"{NO_NORM} gradient_clipping needs the norm", "set gradient_clipping to 0, or compute_grad_norm to true"),
     Rule((NORM, "fp16.enabled"), lambda norm, fp16: not norm and fp16,

@@ -16,6 +16,7 @@ from launcher.config.check import Examined, examine
 from launcher.config.conversions import convert
 from launcher.config.document import Document
 from launcher.config.elasticity import ElasticityConfig
+from launcher.config.fault_tolerance import FaultToleranceConfig
 from launcher.config.monitor import (
     CometConfig,
     CommsLoggerConfig,
@@ -134,6 +135,9 @@ class Config(Section):
 
     replica_check: ReplicaCheckConfig = Field(default_factory=ReplicaCheckConfig.model_construct)
     """Ranks compare what they hold alike."""
+
+    fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig.model_construct)
+    """Replicas that can do without each other."""
 
     compile: CompileConfig = Field(default_factory=CompileConfig.model_construct)
     """torch.compile of the blocks."""

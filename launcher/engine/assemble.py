@@ -13,6 +13,7 @@ from torch import nn
 
 from launcher.comm import Axis, Mesh, init_distributed, pick_device
 from launcher.config import Config, autos_of_hidden_size
+from launcher.config.fault_tolerance import check_replicas_are_started
 from launcher.config.ranks import with_spread_experts
 from launcher.engine.dtypes import (
     DTYPES,
@@ -125,6 +126,8 @@ def initialize(
     device = device or pick_device()
     init_distributed(device)
     loaded = loaded_config(args, config if config is not None else config_params)
+    if loaded.fault_tolerance.replicas > 1:
+        check_replicas_are_started(loaded)
     pipeline_module, loaded = row_in(model, loaded)
     cut_by, shared, tiled = CutBy.HOOKS, None, []
     if mpu is not None or mesh_param is not None or loaded.cp_degree > 1:

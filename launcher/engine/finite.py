@@ -34,6 +34,7 @@ def can_step_in_backward(engine: EngineCore) -> bool:
         optimizer is not None and engine.versions is None and not isinstance(optimizer.inner, WholeOptimizer)
     )
     known = float(config.gradient_clipping) == 0 and not skips_overflow(config)
+    known = known and config.fault_tolerance.replicas == 1  # else it is the mean over replicas that counts
     return alone and whole and known and config.zero_optimization.ignore_unused_parameters
 
 

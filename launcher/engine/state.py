@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,11 +53,11 @@ def save_state(
         engine.saver.save(directory, tag, tensors, _meta(engine, client_state), latest)
 
 
-def keep_state(engine: Engine, client_state: dict[str, Any]) -> None:
-    """Keep the same in the memory of the nodes (`checkpoint.peer_memory`). Collective."""
+def keep_state(engine: Engine, client_state: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
+    """Keep the same in the memory of the nodes (`PeerMemory`), and call `then` after it. Collective."""
     with in_turn() as window:
         tensors = _all_tensors(engine, window)
-        engine.saver.keep(engine.global_steps, tensors, _meta(engine, client_state))
+        engine.saver.keep(engine.global_steps, tensors, _meta(engine, client_state), then)
 
 
 def _all_tensors(engine: Engine, window: PrefetchWindow, *, exclude_frozen: bool = False) -> LogicalTensors:

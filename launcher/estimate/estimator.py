@@ -15,8 +15,10 @@ from transformers import PretrainedConfig
 
 from launcher.comm import Mesh
 from launcher.config import CheckpointConfig, Config
+from launcher.config.fault_tolerance import of_replica
 from launcher.engine.assemble import resolve
 from launcher.engine.offloading import HOST
+from launcher.errors import ConfigError
 from launcher.estimate.answer import DeviceBytes, Estimate
 from launcher.estimate.model_trace import ModelTrace, ModelTraces, section_of
 from launcher.estimate.offloaded_bytes import on
@@ -60,6 +62,10 @@ class Estimator:
             ConfigError: the JSON does not go with so many ranks, or with the model.
         """
         sequence = sequence or self.sequence
+        config, replicas = of_replica(config), config.fault_tolerance.replicas
+        if world % replicas:
+            raise ConfigError(f"{world} ranks cannot be divided into {replicas} replicas")
+        world, rank = world // replicas, rank % (world // replicas)
         mesh, resolved, portion = self._laid_out(config, world, rank, sequence)
         states = self._states_of(resolved)
         paper = SimulatedRank(portion, resolved, mesh, states)
@@ -69,6 +75,8 @@ class Estimator:
         step.run()
         between = _held(paper, paper.pool.idle_bytes, 0)
         host = _host(paper) + _copies_of(resolved.checkpoint) * _written(paper, states)
+        if replicas > 1:
+            host += _exchanged(paper)
         return Estimate(rank, world, step.peaks, _held(paper, *step.at_peak), between, host, paper.disk.most)
 
     def kept(self, config: Config, world: int, sequence: int | None = None) -> int:
@@ -138,6 +146,12 @@ def _host(paper: SimulatedRank) -> int:
     """Return the bytes of shards that stay in host memory, and of buffers there for what rests on NVMe."""
     host = sum(on(HOST, held) for held in paper.kept())
     return host + paper.placements.buffers.idle.most
+
+
+def _exchanged(paper: SimulatedRank) -> int:
+    """Return the bytes of the mean of gradients over replicas, fp32, and of as much that is received."""
+    owned = (gradient.flat.owned for gradient in paper.gradients)
+    return 8 * sum(part.stop - part.start for part in owned)
 
 
 def _copies_of(section: CheckpointConfig) -> int:

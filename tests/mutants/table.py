@@ -230,6 +230,20 @@ MUTANTS = {
         "keep_last deletes checkpoints that somebody has named, such as best_at_step_5",
         near="checkpoint",
     ),
+    "replicas-forget-a-step-that-one-has-made": Mutant(
+        "cluster/membership.py",
+        '"makes_step": question.kind != "fresh" and question.step < step,',
+        '"makes_step": False,',
+        "with fault_tolerance a replica that dies at the end of a step leaves the others with different weights",
+        near="cluster/test_membership.py",
+    ),
+    "replicas-count-alike-whatever-they-have-read": Mutant(
+        "replica_run.py",
+        "weight = float(mine[1]) / total if total else 1 / len(tokens)",
+        "weight = 1 / len(tokens)",
+        "with fault_tolerance replicas with fewer tokens count as much as others",
+        near="cluster/test_replicas.py",
+    ),
     "copies-stay-on-their-own-node": Mutant(
         "checkpoint/peer_memory.py",
         "following = self._nodes[(number + 1) % len(self._nodes)]",

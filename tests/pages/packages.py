@@ -10,10 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "launcher"
 # A package (or a module beside the packages) imports those before it, and itself.
-ORDER = ["errors", "files", "sizes", "owner", "scratch", "hub", "monitor", "arguments", "config",
+ORDER = ["errors", "files", "sizes", "owner", "scratch", "hub", "replica", "monitor", "arguments", "config",
          "comm", "cluster", "data", "models", "checkpointing", "tensor", "sequence", "experts", "pipeline", "pipe",
          "offload", "zero", "checkpoint", "earlier_run", "optim", "engine", "estimate", "plan", "resuming", "run",
-         "train", "integrations", "cli"]  # fmt: skip
+         "replica_run", "train", "integrations", "cli"]  # fmt: skip
 # The same for the folders inside a package; what lies beside them is for all of them.
 INSIDE = {"pipeline": ["schedules", "timeline", "executor", "partition", "hf", "sequential"]}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

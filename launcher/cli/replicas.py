@@ -1,0 +1,195 @@
+"""A run of several replicas (`fault_tolerance`): one front end for each, and the coordinator that all of them ask.
+
+A replica is a run like any other, on its part of the slots: it starts its ranks, watches them, and starts them again.
+What makes replicas out of runs is that their ranks find each other (`cluster/coordinator.py`). The first one shows its
+output; of the others each line begins with their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+
+from launcher.cli.flags import value_of, without
+from launcher.cli.request import RunRequest, hosts_of, run_directory, selected
+from launcher.cluster.coordinator import Coordinator
+from launcher.cluster.hostfile import Host
+from launcher.cluster.membership import Membership
+from launcher.config.fault_tolerance import FaultToleranceConfig
+from launcher.errors import ConfigError
+from launcher.owner import check_free
+from launcher.replica import ADDRESS, REPLICA, REPLICAS, RUN, SECRET
+
+RESTARTS = 100
+"""Of each replica, where `--max_restarts` does not say it."""
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+logger = logging.getLogger("launcher")
+
+
+def run_replicas(
+    flags: argparse.Namespace, run: RunRequest, argv: Sequence[str], section: FaultToleranceConfig
+) -> int:
+    """Run the command line as so many replicas; return the exit code.
+
+    Args:
+        argv: all of it.
+
+    Raises:
+        ConfigError: it cannot be divided into them.
+    """
+    replicas = section.replicas
+    _check(flags, run, replicas)
+    own = list(argv[: len(argv) - len(run.arguments) - 1])
+    name = argv[len(own)]
+    parts = _divided(flags, own, replicas)
+    if flags.dry_run:
+        return _front_end(0, [*parts[0], name, *run.arguments], {REPLICAS: str(replicas)}).wait()
+    directory = run_directory(value_of(run.arguments, "--output-dir"), run.name)
+    check_free(directory)
+    arguments = [*without(run.arguments, "--output-dir"), "--output-dir", str(directory)]
+    server = socket.create_server(("", 0), backlog=1024)
+    ranks = _ranks(flags) // replicas
+    secret = secrets.token_hex(16)
+    environment = {
+        ADDRESS: f"{_own_address(flags)}:{server.getsockname()[1]}",
+        SECRET: secret,
+        REPLICAS: str(replicas),
+        RUN: uuid.uuid4().hex,
+    }
+    logger.info("%d replicas of %d ranks", replicas, ranks)
+    processes = [
+        _front_end(number, [*part, name, *arguments], environment) for number, part in enumerate(parts)
+    ]
+    coordinator = Coordinator(server, secret, Membership(replicas, ranks, answer_s=section.timeout_s))
+    try:
+        return _watch(processes, coordinator)
+    finally:
+        coordinator.close()
+
+
+def _check(flags: argparse.Namespace, run: RunRequest, replicas: int) -> None:
+    problem = None
+    if not run.is_ours:
+        problem = "replicas need a recipe: pretrain or finetune"
+    elif flags.no_ssh or (flags.launcher or "ssh").lower() not in ("ssh", "pdsh"):
+        problem = "replicas start their ranks on this machine, or over ssh or pdsh"
+    elif flags.min_nodes or flags.max_nodes or flags.elastic_training or flags.on_straggler != "warn":
+        problem = (
+            "a replica is started again on its own hosts: --min_nodes, --max_nodes, --elastic_training and "
+        )
+        problem += "--on_straggler say something else"
+    elif not flags.hostfile and not flags.num_gpus:
+        problem = "how many ranks are there in all? --num_gpus says it"
+    elif (ranks := _ranks(flags)) % replicas:
+        problem = f"{ranks} ranks cannot be divided into {replicas} replicas"
+    if problem is not None:
+        raise ConfigError(problem, where="fault_tolerance.replicas", fix="see the guide: When things break")
+
+
+def _hosts(flags: argparse.Namespace) -> list[Host]:
+    return selected(hosts_of(flags, "ssh"), flags)
+
+
+def _ranks(flags: argparse.Namespace) -> int:
+    return sum(len(host.slots) for host in _hosts(flags)) if flags.hostfile else int(flags.num_gpus)
+
+
+def _divided(flags: argparse.Namespace, own: Sequence[str], replicas: int) -> list[list[str]]:
+    """Return the launcher's flags of each replica: neighbouring slots."""
+    each = _ranks(flags) // replicas
+    rest = without(own, "--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--max_restarts")
+    rest += ["--max_restarts", str(RESTARTS if flags.max_restarts is None else flags.max_restarts)]
+    if not flags.hostfile:
+        return [[*rest, "--num_gpus", str(each)] for _ in range(replicas)]
+    slots = [(host.name, slot) for host in _hosts(flags) for slot in host.slots]
+    parts = []
+    for number in range(replicas):
+        chosen: dict[str, list[str]] = {}
+        for name, slot in slots[number * each : (number + 1) * each]:
+            chosen.setdefault(name, []).append(str(slot))
+        parts.append([*rest, "--include", "@".join(f"{n}:{','.join(s)}" for n, s in chosen.items())])
+    return parts
+
+
+def _own_address(flags: argparse.Namespace) -> str:
+    """Return the address at which ranks of all hosts reach this machine."""
+    for host in _hosts(flags) if flags.hostfile else ():
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host.name, 9))  # nothing is sent: the system says how it would go there
+            if not (found := probe.getsockname()[0]).startswith("127."):
+                return str(found)
+    return "127.0.0.1"
+
+
+def _front_end(number: int, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start the front end of a replica. It dies with this process, and its agents end its ranks then."""
+    devices = _devices(number, arguments)
+    masks = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher.cli.main", *arguments],
+        env={**os.environ, **environment, **masks, REPLICA: str(number)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if number else None,
+        stderr=subprocess.STDOUT if number else None,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C comes through here
+        preexec_fn=_die_with_parent,
+    )
+    if number:
+        threading.Thread(target=_show, args=(number, process), daemon=True).start()
+    return process
+
+
+def _devices(number: int, arguments: Sequence[str]) -> str:
+    """Return the GPUs of this machine that belong to the replica; "" where a hostfile's slots say it."""
+    count = value_of(arguments, "--num_gpus")
+    if count is None:
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    first, last = number * int(count), (number + 1) * int(count)
+    return ",".join(visible[first:last] if visible != [""] else map(str, range(first, last)))
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _show(number: int, process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(f"replica {number}: {line}", end="", flush=True)
+
+
+def _watch(processes: Sequence[subprocess.Popen[str]], coordinator: Coordinator) -> int:
+    """Wait until all front ends have ended. The run has succeeded where one replica has made all steps."""
+
+    def pass_on(number: int, frame: object) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, pass_on)
+    codes: dict[int, int] = {}
+    while len(codes) < len(processes):
+        for number, process in enumerate(processes):
+            if number not in codes and (code := process.poll()) is not None:
+                codes[number] = code
+                coordinator.ended(number)
+                if code and len(codes) < len(processes):
+                    logger.warning("replica %d has ended (exit code %d); the others go on", number, code)
+        time.sleep(0.1)
+    return 0 if 0 in codes.values() else next(iter(codes.values()))

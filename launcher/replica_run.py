@@ -1,0 +1,243 @@
+"""A recipe's training as one of several replicas (`fault_tolerance`): the mean over replicas, and joining them.
+
+[Note: a step of several replicas]
+
+The ranks of a replica have reduced their gradients, and take the mean with the same place of the other replicas before
+the norm is computed. What they have stays as it is until all members have said that they have the mean. If a member is
+lost on the way, all that are left ask who is still there, and exchange again: forward and backward are not repeated.
+All ranks of a replica must go the same way, so after each exchange they agree whether it has succeeded on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.checkpoint.names import META_FILE, METADATA_FILE
+from launcher.checkpoint.peer_memory import PREFIX, PeerMemory
+from launcher.cluster.replica_group import Epoch, ReplicaGroup, ReplicaLost, StateChannel
+from launcher.engine import Engine
+from launcher.engine.state import keep_state
+from launcher.errors import CheckpointError, LauncherError
+
+logger = logging.getLogger("launcher")
+
+
+@dataclass
+class Told:
+    """What the members of an epoch have told each other of a step."""
+
+    loss: float
+    """The mean over all tokens."""
+    stops: bool
+    """One of them was asked to end."""
+    waiting: bool
+    """Somebody waits to join."""
+    used: list[bool]
+    """Parameters that got a gradient somewhere."""
+    members: int = 1
+    """How many they are."""
+
+
+class ReplicaRun:
+    """The replica of this rank. Every rank of the replica must call every method.
+
+    Args:
+        engine: trains the replica.
+
+    Attributes:
+        told: in the last step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.group = ReplicaGroup(dist.get_rank(), engine.resolved.fault_tolerance.timeout_s)
+        self.told = Told(0.0, False, False, [])
+        memory = PeerMemory.of_run(copies=False)
+        if memory is None:
+            raise LauncherError("replicas copy their state through /dev/shm, which is not there")
+        self.memory = engine.saver.memory = memory
+        self._mine = torch.zeros(4, dtype=torch.float64)
+        engine.zero.callbacks.before_norm.append(self._average)
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this replica saves, and writes metrics."""
+        return self.group.leads
+
+    # ---- joining ----------------------------------------------------------------------------
+
+    def join(
+        self,
+        resume: Callable[[], None],
+        take: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """Become a member: with the state of another one, or, where all begin, with what the run resumes from.
+
+        Args:
+            resume: loads that.
+            take: gets what `client_state` of `admit` has returned there.
+
+        Raises:
+            RunIsOver: the others have made all steps.
+        """
+        while True:
+            epoch = self._ask(-1, "fresh")
+            if epoch.donor is None:
+                resume()
+                return
+            try:
+                tag = self._receive(epoch.donor)
+            except ReplicaLost:
+                tag = None
+            if not self._agreed(tag is not None):
+                continue  # it has died meanwhile; others may have the state
+            assert tag is not None
+            self.memory.find(-1)
+            take(self.engine.load_checkpoint(self.memory.directory, tag)[1])
+            say(
+                f"joined the others at step {self.engine.global_steps}, with the state of replica {epoch.donor}"
+            )
+            return
+
+    def admit(self, client_state: Callable[[], dict[str, Any]]) -> None:
+        """Between two steps: let those join that wait for it, and give them the state in the background."""
+        epoch = self.group.epoch
+        if epoch is None or self.told.waiting:
+            self.told.waiting = False
+            epoch = self._ask(self.engine.global_steps, "boundary")
+        if epoch.serves:
+            channels = [self.group.channel(replica) for replica in epoch.serves]
+            self.group.has_served()
+            place = self.memory.directory / f"{PREFIX}{self.engine.global_steps}"
+            keep_state(self.engine, client_state(), lambda: _send(place, channels))
+
+    def finish(self) -> bool:
+        """All steps are made: return whether this replica writes what the run leaves."""
+        return self.group.end()
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def begin_step(self, loss: float, tokens: int, *, stops: bool) -> None:
+        """Note, before engine.step(), what the others are told.
+
+        Args:
+            loss: of this replica.
+            tokens: that this rank has learned from; the weight of the replica follows from it.
+            stops: this rank was asked to end.
+        """
+        self._mine = torch.tensor([loss, tokens, stops, self.group.waiting], dtype=torch.float64)
+
+    def _average(self) -> None:
+        """See [Note: a step of several replicas]."""
+        counts = self._mine[1:].clone()
+        dist.all_reduce(counts)
+        mine = torch.cat([self._mine[:1], counts])
+        while True:
+            if self.group.epoch is None:  # the group was lost after the last step
+                self._ask(self.engine.global_steps, "failed")
+            sums = self._exchange(mine)
+            complete = self._agreed(sums is not None)
+            if complete and self._agreed(self._all_have_it()):
+                break
+            if self._ask(self.engine.global_steps, "failed", has_result=complete).makes_step:
+                self.told.waiting = False  # it was for the epoch before
+                break
+        assert sums is not None
+        self._put(sums)
+
+    def _exchange(self, mine: Tensor) -> list[Tensor] | None:
+        """Return the mean of each gradient over the members; None where one was lost."""
+        zero = self.engine.zero
+        used = torch.tensor([float(slot.used) for slot in zero.trainable_slots], dtype=torch.float64)
+        try:
+            every = torch.stack(self.group.swap(torch.cat([mine, used])))  # [members, 4 + slots]
+            losses, tokens = every[:, 0], every[:, 1]
+            total = float(tokens.sum())
+            weights = tokens / total if total else torch.full_like(tokens, 1 / len(tokens))
+            weight = float(mine[1]) / total if total else 1 / len(tokens)
+            flags = every[:, 2:].sum(0).bool().tolist()
+            self.told = Told(float((losses * weights).sum()), flags[0], flags[1], flags[2:], len(tokens))
+            return self.group.weighted_sums([gradient.owned for gradient in zero.gradients], weight)
+        except ReplicaLost as error:
+            logger.debug("before step %d: %s", self.engine.global_steps + 1, error)
+            return None
+
+    def _all_have_it(self) -> bool:
+        try:
+            self.group.swap(torch.ones(1))
+        except ReplicaLost:
+            return False
+        return True
+
+    def _put(self, sums: list[Tensor]) -> None:
+        zero = self.engine.zero
+        for gradient, mean in zip(zero.gradients, sums, strict=True):
+            owned = gradient.owned
+            owned.copy_(mean.view_as(owned))
+            gradient.rest(final=True)
+        for slot, used in zip(zero.trainable_slots, self.told.used, strict=True):
+            slot.used = used
+
+    def _ask(self, step: int, kind: str, *, has_result: bool = False) -> Epoch:
+        """Ask until all ranks of the replica have met those of the others."""
+        while True:
+            epoch = self.group.ask(step, kind, has_result=has_result)
+            if self._agreed(self.group.epoch is not None):
+                return epoch
+
+    @staticmethod
+    def _agreed(fine: bool) -> bool:
+        """Return whether it is so on all ranks of the replica."""
+        flag = torch.tensor(float(fine))
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
+
+    # ---- the state of another one -----------------------------------------------------------
+
+    def _receive(self, donor: int) -> str:
+        """Receive the files that the same place of the donor has; return their tag."""
+        self.memory.clear()
+        channel = self.group.channel(donor)
+        content = json.loads(channel.receive_text())
+        if content["tag"] is None:
+            raise CheckpointError(f"replica {donor} has no room in /dev/shm for a copy of its state")
+        place = self.memory.directory / content["tag"]
+        place.mkdir(mode=0o700, exist_ok=True)
+        for name, size in content["files"]:
+            arriving = place / f"{name}.{os.getpid()}"
+            if size:
+                channel.receive(torch.from_file(str(arriving), shared=True, size=size, dtype=torch.uint8))
+            else:
+                arriving.touch()
+            arriving.rename(place / name)
+        return str(content["tag"])
+
+
+def _send(place: Path, channels: list[StateChannel]) -> None:
+    """Send what this rank has written, and what describes it. In the thread of the saver."""
+    names = [f"__{dist.get_rank()}_0.distcp", METADATA_FILE, META_FILE]
+    there = place.is_dir()  # else there was no room
+    files = (
+        [(name, (place / name).stat().st_size) for name in names if (place / name).exists()] if there else []
+    )
+    for channel in channels:
+        try:
+            channel.send_text(json.dumps({"tag": place.name if there else None, "files": files}))
+            for name, size in files:
+                if size:
+                    channel.send(
+                        torch.from_file(str(place / name), shared=True, size=size, dtype=torch.uint8)
+                    )
+        except ReplicaLost as error:  # the joiner has died: it will ask again
+            logger.debug("the state was not sent: %s", error)
