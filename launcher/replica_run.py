@@ -27,7 +27,8 @@ from launcher.checkpoint.peer_memory import PREFIX, PeerMemory
 from launcher.cluster.replica_group import Epoch, ReplicaGroup, ReplicaLost, StateChannel
 from launcher.engine import Engine
 from launcher.engine.state import keep_state
-from launcher.errors import CheckpointError, LauncherError
+from launcher.errors import LauncherError
+from launcher.sizes import in_words
 
 logger = logging.getLogger("launcher")
 
@@ -66,7 +67,7 @@ class ReplicaRun:
         if memory is None:
             raise LauncherError("replicas copy their state through /dev/shm, which is not there")
         self.memory = engine.saver.memory = memory
-        self._mine = torch.zeros(4, dtype=torch.float64)
+        self._mine = torch.zeros(5, dtype=torch.float64)
         engine.zero.callbacks.before_norm.append(self._average)
 
     @property
@@ -105,6 +106,7 @@ class ReplicaRun:
             assert tag is not None
             self.memory.find(-1)
             take(self.engine.load_checkpoint(self.memory.directory, tag)[1])
+            self.memory.clear()
             say(
                 f"joined the others at step {self.engine.global_steps}, with the state of replica {epoch.donor}"
             )
@@ -122,10 +124,6 @@ class ReplicaRun:
             place = self.memory.directory / f"{PREFIX}{self.engine.global_steps}"
             keep_state(self.engine, client_state(), lambda: _send(place, channels))
 
-    def finish(self) -> bool:
-        """All steps are made: return whether this replica writes what the run leaves."""
-        return self.group.end()
-
     # ---- a step -----------------------------------------------------------------------------
 
     def begin_step(self, loss: float, tokens: int, *, stops: bool) -> None:
@@ -136,13 +134,14 @@ class ReplicaRun:
             tokens: that this rank has learned from; the weight of the replica follows from it.
             stops: this rank was asked to end.
         """
-        self._mine = torch.tensor([loss, tokens, stops, self.group.waiting], dtype=torch.float64)
+        step = self.engine.global_steps
+        self._mine = torch.tensor([loss, step, tokens, stops, self.group.waiting], dtype=torch.float64)
 
     def _average(self) -> None:
         """See [Note: a step of several replicas]."""
-        counts = self._mine[1:].clone()
+        counts = self._mine[2:].clone()
         dist.all_reduce(counts)
-        mine = torch.cat([self._mine[:1], counts])
+        mine = torch.cat([self._mine[:2], counts])
         while True:
             if self.group.epoch is None:  # the group was lost after the last step
                 self._ask(self.engine.global_steps, "failed")
@@ -161,12 +160,14 @@ class ReplicaRun:
         zero = self.engine.zero
         used = torch.tensor([float(slot.used) for slot in zero.trainable_slots], dtype=torch.float64)
         try:
-            every = torch.stack(self.group.swap(torch.cat([mine, used])))  # [members, 4 + slots]
-            losses, tokens = every[:, 0], every[:, 1]
+            every = torch.stack(self.group.swap(torch.cat([mine, used])))  # [members, 5 + slots]
+            losses, steps, tokens = every[:, 0], every[:, 1], every[:, 2]
+            if len(set(steps.tolist())) > 1:
+                raise LauncherError(f"replicas are at different steps: {[int(step) for step in steps]}")
             total = float(tokens.sum())
             weights = tokens / total if total else torch.full_like(tokens, 1 / len(tokens))
-            weight = float(mine[1]) / total if total else 1 / len(tokens)
-            flags = every[:, 2:].sum(0).bool().tolist()
+            weight = float(mine[2]) / total if total else 1 / len(tokens)
+            flags = every[:, 3:].sum(0).bool().tolist()
             self.told = Told(float((losses * weights).sum()), flags[0], flags[1], flags[2:], len(tokens))
             return self.group.weighted_sums([gradient.owned for gradient in zero.gradients], weight)
         except ReplicaLost as error:
@@ -211,17 +212,32 @@ class ReplicaRun:
         channel = self.group.channel(donor)
         content = json.loads(channel.receive_text())
         if content["tag"] is None:
-            raise CheckpointError(f"replica {donor} has no room in /dev/shm for a copy of its state")
+            raise NoRoom(f"replica {donor} has no room in /dev/shm for a copy of its state")
         place = self.memory.directory / content["tag"]
         place.mkdir(mode=0o700, exist_ok=True)
         for name, size in content["files"]:
             arriving = place / f"{name}.{os.getpid()}"
+            _reserve(arriving, size)
             if size:
                 channel.receive(torch.from_file(str(arriving), shared=True, size=size, dtype=torch.uint8))
-            else:
-                arriving.touch()
             arriving.rename(place / name)
         return str(content["tag"])
+
+
+class NoRoom(RuntimeError):
+    """The state of another replica cannot be copied now. The replica is started again, and tries once more."""
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Make a file of that size; what is mapped without it would end the process where the memory has no room."""
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, max(1, size))
+            file.truncate(size)
+        except OSError as error:
+            raise NoRoom(
+                f"/dev/shm has no room for {in_words(size)} of another replica's state: {error}"
+            ) from None
 
 
 def _send(place: Path, channels: list[StateChannel]) -> None:
@@ -231,7 +247,7 @@ def _send(place: Path, channels: list[StateChannel]) -> None:
     files = (
         [(name, (place / name).stat().st_size) for name in names if (place / name).exists()] if there else []
     )
-    for channel in channels:
+    for channel in channels:  # who dies meanwhile asks again
         try:
             channel.send_text(json.dumps({"tag": place.name if there else None, "files": files}))
             for name, size in files:
@@ -239,5 +255,8 @@ def _send(place: Path, channels: list[StateChannel]) -> None:
                     channel.send(
                         torch.from_file(str(place / name), shared=True, size=size, dtype=torch.uint8)
                     )
-        except ReplicaLost as error:  # the joiner has died: it will ask again
+        except ReplicaLost as error:
             logger.debug("the state was not sent: %s", error)
+    (place / names[0]).unlink(
+        missing_ok=True
+    )  # the rest is small, and other ranks of this node still send it

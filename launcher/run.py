@@ -139,6 +139,11 @@ class Run:
             if line:
                 self.say(line)
 
+    def look_again(self) -> None:
+        """What the run goes on from, where replicas begin: others may have saved since this one was started."""
+        self.has_saved = broadcast_from_first(earlier_run.has_saved(self.output_dir))
+        self.resuming = Resuming.wanted(self.args, self.checkpoints, own=self.has_saved)
+
     def _in_memory(self) -> Resuming | None:
         """Return what the memory of the nodes has, where an earlier attempt kept more than is on disk. Collective."""
         every = self.config.checkpoint.peer_memory.every

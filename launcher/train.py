@@ -147,7 +147,8 @@ class Training:
                         record = self._step(next(steps))
                 except LossScaleExhausted as error:
                     self.loader.load_state_dict(place)
-                    self._save_last(error)
+                    if self._leads:
+                        self._save_last(error)
                     raise
                 if self._due(self.run.args.eval_every) and self.eval_set is not None:
                     record["eval_loss"] = self.evaluate()
@@ -159,12 +160,13 @@ class Training:
                 if self._stops():
                     self._save_and_leave(progress)
         self._close_metrics()
-        if self.replica is None or self.replica.finish():
+        if self.replica is None:
             self._finish()
+        elif self.replica.group.end():
+            self._finish()
+            self.replica.group.written()
         else:
             self._leave()
-        if self.replica is not None:
-            self.replica.group.written()
 
     def _join(self) -> bool:
         """Become one of the replicas that train; false where the others have made all steps."""
@@ -174,12 +176,17 @@ class Training:
         self.replica = ReplicaRun(self.engine)
         self._choose_background()
         try:
-            self.replica.join(self._resume, self._take_state, self.run.say)
+            self.replica.join(self._begin, self._take_state, self.run.say)
         except RunIsOver:
-            self.run.say("the other replicas have made all steps")
+            self.run.say("the run ends: this replica joins no more")
             self._leave()
             return False
         return True
+
+    def _begin(self) -> None:
+        """Nobody trains: begin with the newest checkpoint, which all replicas see now."""
+        self.run.look_again()
+        self._resume()
 
     def _take_state(self, client: dict[str, Any]) -> None:
         self.loader.load_state_dict(client["data"])

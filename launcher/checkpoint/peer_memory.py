@@ -76,6 +76,7 @@ class PeerMemory:
         self._ranks = CollectiveErrors(group, node)
         self._nodes = members_of_nodes(group)
         self.keeps_copies = copies and len(self._nodes) > 1
+        self._key = "checkpoint.peer_memory" if copies else "fault_tolerance"
         self.found: tuple[str, dict[str, Any]] | None = None
         self._held: list[dict[str, int]] = []
         """Of each node: the files of the checkpoint that was found, with their sizes."""
@@ -124,8 +125,8 @@ class PeerMemory:
         lacking = [said for said in gather_plain([needed, free], self._ranks.group) if said[0] > said[1]]
         if lacking and self._ranks.rank == 0:
             logger.warning(
-                "checkpoint.peer_memory: nothing is kept, for the copies take %s on a node and %s of /dev/shm are free",
-                in_words(lacking[0][0]), in_words(lacking[0][1]),
+                "%s: nothing is kept in memory, for it takes %s on a node and %s of /dev/shm are free",
+                self._key, in_words(lacking[0][0]), in_words(lacking[0][1]),
             )  # fmt: skip
         return not lacking
 
@@ -194,8 +195,8 @@ class PeerMemory:
             self._bring(step, [[METADATA_FILE] for _ in self._nodes])
             return content.meta
         if self._ranks.rank == 0:
-            what = f"{len(lost)} of its {len(content.files)} files were lost with both of their nodes"
-            logger.warning("checkpoint.peer_memory: %s cannot be used: %s", step, what)
+            what = f"{len(lost)} of its {len(content.files)} files are on no node any more, or are damaged"
+            logger.warning("%s: %s in memory cannot be used: %s", self._key, step, what)
         return None
 
     def load(self, tag: str, tensors: store.TensorMap, strict: bool) -> None:
@@ -215,7 +216,8 @@ class PeerMemory:
         for place in sorted(self.directory.glob(f"{PREFIX}*")):
             try:
                 stamps = tags.read_meta(place).files
-            except CheckpointError:
+            except CheckpointError as error:
+                logger.warning("%s: %s in memory cannot be used: %s", self._key, place.name, error.what)
                 continue
             files = {META_FILE: (place / META_FILE).stat().st_size}
             for name in sorted(stamps)[share::shares]:

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 
+from launcher import owner
 from launcher.cli.flags import value_of, without
 from launcher.cli.request import RunRequest, hosts_of, run_directory, selected
 from launcher.cluster.coordinator import Coordinator
@@ -29,7 +30,7 @@ from launcher.cluster.hostfile import Host
 from launcher.cluster.membership import Membership
 from launcher.config.fault_tolerance import FaultToleranceConfig
 from launcher.errors import ConfigError
-from launcher.owner import check_free
+from launcher.owner import Ownership
 from launcher.replica import ADDRESS, REPLICA, REPLICAS, RUN, SECRET
 
 RESTARTS = 100
@@ -57,7 +58,8 @@ def run_replicas(
     if flags.dry_run:
         return _front_end(0, [*parts[0], name, *run.arguments], {REPLICAS: str(replicas)}).wait()
     directory = run_directory(value_of(run.arguments, "--output-dir"), run.name)
-    check_free(directory)
+    run_id = uuid.uuid4().hex
+    ownership = owner.take(directory, run_id, logger.warning)
     arguments = [*without(run.arguments, "--output-dir"), "--output-dir", str(directory)]
     server = socket.create_server(("", 0), backlog=1024)
     ranks = _ranks(flags) // replicas
@@ -66,7 +68,7 @@ def run_replicas(
         ADDRESS: f"{_own_address(flags)}:{server.getsockname()[1]}",
         SECRET: secret,
         REPLICAS: str(replicas),
-        RUN: uuid.uuid4().hex,
+        RUN: run_id,
     }
     logger.info("%d replicas of %d ranks", replicas, ranks)
     processes = [
@@ -74,9 +76,15 @@ def run_replicas(
     ]
     coordinator = Coordinator(server, secret, Membership(replicas, ranks, answer_s=section.timeout_s))
     try:
-        return _watch(processes, coordinator)
+        codes = _watch(processes, coordinator, ownership)
     finally:
+        for process in processes:
+            process.kill()
         coordinator.close()
+        ownership.give_back()
+    return (
+        0 if 0 in codes else flags.checkpoint_exit_code if flags.checkpoint_exit_code in codes else codes[-1]
+    )
 
 
 def _check(flags: argparse.Namespace, run: RunRequest, replicas: int) -> None:
@@ -173,10 +181,18 @@ def _show(number: int, process: subprocess.Popen[str]) -> None:
         print(f"replica {number}: {line}", end="", flush=True)
 
 
-def _watch(processes: Sequence[subprocess.Popen[str]], coordinator: Coordinator) -> int:
-    """Wait until all front ends have ended. The run has succeeded where one replica has made all steps."""
+def _watch(
+    processes: Sequence[subprocess.Popen[str]], coordinator: Coordinator, ownership: Ownership
+) -> list[int]:
+    """Wait until all front ends have ended; return their exit codes in that order.
+
+    Raises:
+        ConfigError: another run has taken the output directory over.
+    """
+    stopped: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
+        stopped.append(number)
         for process in processes:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
@@ -185,11 +201,14 @@ def _watch(processes: Sequence[subprocess.Popen[str]], coordinator: Coordinator)
         signal.signal(signum, pass_on)
     codes: dict[int, int] = {}
     while len(codes) < len(processes):
+        ownership.check()
+        if stopped:
+            coordinator.admit_nobody()
         for number, process in enumerate(processes):
             if number not in codes and (code := process.poll()) is not None:
                 codes[number] = code
                 coordinator.ended(number)
-                if code and len(codes) < len(processes):
-                    logger.warning("replica %d has ended (exit code %d); the others go on", number, code)
+                if code and len(codes) < len(processes) and not stopped:
+                    logger.warning("replica %d has ended (exit code %d)", number, code)
         time.sleep(0.1)
-    return 0 if 0 in codes.values() else next(iter(codes.values()))
+    return list(codes.values())

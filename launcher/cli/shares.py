@@ -50,7 +50,7 @@ def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
     if job.output_dir is None:
         job.output_dir = run_directory(value_of(job.run.arguments, "--output-dir"), job.run.name)
         if (
-            job.run.is_ours and replica_of()[0] == 0
+            job.run.is_ours and replica_of()[1] == 1
         ):  # told before anything starts; the agent of rank 0 takes it
             check_free(job.output_dir)
     same = common(job, job.output_dir, device)
@@ -121,7 +121,7 @@ def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
             run.name,
         )
     bind = flags.bind_cores_to_rank or flags.bind_core_list
-    replica, _ = replica_of()
+    replica, replicas = replica_of()
     logs = output_dir / "logs" / f"replica{replica}" if replica else output_dir / "logs"
     return NodeSpec(
         kind=run.kind,
@@ -132,7 +132,7 @@ def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
         append_local_rank=not (run.is_ours or flags.no_local_rank),
         environment=variables,
         run=job.id,
-        owned=str(output_dir) if run.is_ours and replica == 0 else None,
+        owned=str(output_dir) if run.is_ours and replicas == 1 else None,
         watched=True,
         bind_cores=(flags.bind_core_list or "") if bind else None,
     )

@@ -65,6 +65,12 @@ class Coordinator:
             self.membership.ended(replica)
             self._decide()
 
+    def admit_nobody(self) -> None:
+        """The run is being stopped: who starts now ends at once."""
+        with self._lock:
+            self.membership.closed = True
+            self._decide()
+
     def close(self) -> None:
         self._closed.set()
         self._server.close()

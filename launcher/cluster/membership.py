@@ -68,13 +68,17 @@ class Membership:
         start_s: how long a run without members waits for replicas that are not there, once one is ready.
         answer_s: how long members wait for one that is connected and does not ask, before they go on without it. It may
             be computing: longer than a step.
+
+    Attributes:
+        over: one replica has written what the run leaves: all others end.
+        closed: nobody joins any more.
     """
 
     def __init__(self, replicas: int, ranks: int, start_s: float = 600.0, answer_s: float = 120.0) -> None:
         self.replicas = [Replica() for _ in range(replicas)]
         self.ranks, self.start_s, self.answer_s = ranks, start_s, answer_s
         self.epoch = 0
-        self.over = False
+        self.over = self.closed = False
         self._told = 0
         self._ending: dict[int, set[int]] = {}
         self._writer: int | None = None
@@ -129,6 +133,11 @@ class Membership:
         return [*self._end(), *self._expel(now), *self._begin(now), *self._tell_of_waiting()]
 
     def _end(self) -> Iterator[Outgoing]:
+        for number, one in enumerate(self.replicas) if self.closed else ():
+            if not one.member:
+                for rank in one.asked:
+                    yield number, rank, {"is": "over"}
+                one.asked = {}
         if self.over:
             for number, one in enumerate(self.replicas):
                 for rank in [*one.asked, *self._ending.pop(number, ())]:

@@ -23,6 +23,7 @@ from launcher.monitor.memory import MemoryBreakdown, current_memory_bytes, peak_
 from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import StepClock, Timers
 from launcher.monitor.writers import OPENERS, Monitor, MonitorEvent, open_writers
+from launcher.replica import replica_of
 
 if TYPE_CHECKING:
     from launcher.engine.core import EngineCore
@@ -248,7 +249,7 @@ def _deepspeed_times(phases: dict[str, float]) -> dict[str, float]:
 
 
 def open_monitor(config: Config, mesh: Mesh) -> Monitor:
-    """Return the monitors of the JSON, open on rank 0.
+    """Return the monitors of the JSON, open on rank 0; of several replicas on that of the first one.
 
     Raises:
         ConfigError: on every rank: a package is missing, or a directory cannot be made.
@@ -257,7 +258,7 @@ def open_monitor(config: Config, mesh: Mesh) -> Monitor:
     if not sections:
         return Monitor()
     writers, problem = [], None
-    if mesh.rank == 0:
+    if mesh.rank == replica_of()[0] == 0:
         try:
             writers = open_writers(sections)
         except ConfigError as error:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.launching import launch, launching
+from tests.cluster.launching import launching
 from tests.cluster.testbed import wait_for
 from tests.engine.test_recipes import BYTES, PROSE
 from tests.pool.reference import tiny_llama
@@ -105,7 +105,12 @@ def main() -> None:
                 before = len(records(directory))
                 killed = time.monotonic()
                 os.kill(chance.choice(ranks_of(directory, replica)), signal.SIGKILL)
-                wait_for(lambda before=before: len(records(directory)) > before, "a step", 60)  # type: ignore[misc]
+                try:
+                    wait_for(lambda before=before: len(records(directory)) > before, "a step", 60)  # type: ignore[misc]
+                except AssertionError:
+                    for log in sorted((directory / "out" / "logs").rglob("rank*.log")):
+                        print(log, log.read_text()[-1500:])
+                    raise
                 stalls.append(time.monotonic() - killed)
                 print(
                     number + 1,
@@ -114,11 +119,11 @@ def main() -> None:
                     records(directory)[-1]["step"],
                     flush=True,
                 )
-            out, errors = process.communicate(timeout=600)
+            out, errors = process.communicate(timeout=3600)
         print(out[-500:], errors[-1500:])
         found = records(directory)
-        whole = launch(*ranks, *run, "--output-dir", "whole", cwd=directory)
-        assert whole.returncode == 0, whole.stderr
+        with launching(*ranks, *run, "--output-dir", "whole", cwd=directory) as process_of_all:
+            process_of_all.communicate(timeout=3600)
         steps = [record["step"] for record in found]
         assert joined(directory) == len(stalls), "a kill cost the run a restart"
         assert process.returncode == 0 and steps == sorted(set(steps)), steps

@@ -209,3 +209,16 @@ def test_all_begin_anew_where_nobody_is_left() -> None:
         table.ask(replica, -1, "fresh")
     epoch = table.epoch(0)
     assert epoch is not None and epoch["donor"] is None and epoch["members"] == [0, 1, 2]
+
+
+def test_nobody_joins_a_run_that_is_being_stopped() -> None:
+    table = Table()
+    table.begin()
+    table.die(1)
+    table.membership.closed = True
+    table.ask(0, 7, "failed")
+    table.ask(2, 7, "failed")
+    table.ask(1, -1, "fresh")
+    epoch = table.epoch(0)
+    assert epoch is not None and epoch["members"] == [0, 2]
+    assert table.told[1, 0] == [{"is": "over"}]

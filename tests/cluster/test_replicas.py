@@ -194,3 +194,19 @@ def test_the_rehearsal_shows_the_ranks_of_one_replica(tmp_path: Path) -> None:
     assert done.returncode == 0 and len(re.findall(r"WORLD_SIZE=2", done.stdout)) >= 1, (
         done.stdout + done.stderr
     )
+
+
+def test_a_replica_that_starts_while_the_run_is_stopped_saves_nothing(tmp_path: Path) -> None:
+    run = (*prepare(tmp_path, 2, checkpoint={"keep_last": 1}), "--max-steps", "100000", "--output-dir", "out")
+    with launching("--num_gpus", "2", "--term_grace", "40", *run, cwd=tmp_path) as process:
+        wait_for(lambda: len(records(tmp_path)) > 5, "steps", 60)
+        os.kill(ranks_of(tmp_path, 1)[0], signal.SIGKILL)
+        log = tmp_path / "out/logs/replica1/rank0.log"
+        wait_for(
+            lambda: log.read_text().count("output  ") == 2, "its second start", 60
+        )  # it has not joined yet
+        process.terminate()
+        out, errors = process.communicate(timeout=90)
+    assert process.returncode == 143, (out, errors)
+    made = len(records(tmp_path))
+    assert (tmp_path / "out/checkpoints/latest").read_text().strip() == f"global_step{made}" and made > 5

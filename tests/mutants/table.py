@@ -239,7 +239,7 @@ MUTANTS = {
     ),
     "replicas-count-alike-whatever-they-have-read": Mutant(
         "replica_run.py",
-        "weight = float(mine[1]) / total if total else 1 / len(tokens)",
+        "weight = float(mine[2]) / total if total else 1 / len(tokens)",
         "weight = 1 / len(tokens)",
         "with fault_tolerance replicas with fewer tokens count as much as others",
         near="cluster/test_replicas.py",
