@@ -314,7 +314,9 @@ def save_with_a_key(ctx: RankContext, directory: Path) -> Any:
 
 def test_files_of_a_run_have_no_key_and_the_run_has(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(save_with_a_key, 1, tmp_path)[0] == (VALUE, VALUE)
-    run: Any = SimpleNamespace(rank=0, output_dir=tmp_path, args=SimpleNamespace(hub_token=VALUE, seed=3))
+    run: Any = SimpleNamespace(
+        rank=0, replica=0, output_dir=tmp_path, args=SimpleNamespace(hub_token=VALUE, seed=3)
+    )
     Run.write_config(run, {"comet": {"api_key": VALUE, "project": "p"}, "notes": ["hf_" + "a1" * 9]})
     assert json.loads((tmp_path / "config.json").read_text()) == {
         "comet": {"api_key": "***", "project": "p"},
