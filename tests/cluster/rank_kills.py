@@ -119,8 +119,8 @@ def main() -> None:
                     records(directory)[-1]["step"],
                     flush=True,
                 )
-            out, errors = process.communicate(timeout=3600)
-        print(out[-500:], errors[-1500:])
+            process.wait(timeout=3600)
+        print("".join(said[-5:]))
         found = records(directory)
         with launching(*ranks, *run, "--output-dir", "whole", cwd=directory) as process_of_all:
             process_of_all.communicate(timeout=3600)
