@@ -97,6 +97,10 @@ def main() -> None:
         with launching(
             *ranks, "--max_restarts", "1000", *run, "--output-dir", "out", cwd=directory
         ) as process:
+            said: list[str] = []
+            assert process.stdout is not None
+            reader = threading.Thread(target=lambda: said.extend(process.stdout), daemon=True)  # type: ignore[arg-type]
+            reader.start()  # what is not read holds up the front ends
             for number in range(flags.kills):
                 begin = records(directory)[-1]["step"] if records(directory) else 0
                 wait_for(lambda begin=begin: together(directory, flags.replicas, begin), "all replicas", 120)  # type: ignore[misc]
