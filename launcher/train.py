@@ -72,6 +72,9 @@ class Training:
     stalled_s: float = field(default=0.0, init=False)  # told of
     saves_chosen: bool = field(default=False, init=False)
     metrics: MetricsWriter | None = field(default=None, init=False)
+    unwritten: dict[str, Any] | None = field(
+        default=None, init=False
+    )  # of the last step, which another replica writes
     replica: ReplicaRun | None = field(default=None, init=False)  # of several (`fault_tolerance`)
     nonfinite: int = field(default=0, init=False)  # steps in a row, up to the last one
 
@@ -134,6 +137,8 @@ class Training:
             enabled=self.run.rank == 0,
             console=self.run.console,
         )
+        if self.run.rank == 0 and self._leads:
+            self.metrics = self._open_metrics(self.engine.global_steps)
         steps = self.loader.steps()
         self.engine.telemetry.say = progress.message
         with progress, self._trace() as trace:
@@ -203,12 +208,25 @@ class Training:
             return
         if not self._leads:
             self._close_metrics()
+            self.unwritten = record
             progress.update(record)
             return
         if self.metrics is None:
-            file = self.run.output_dir / "metrics.jsonl"
-            self.metrics = MetricsWriter(file, resume_step=int(record["step"]) - 1)
+            self.metrics = self._open_metrics(int(record["step"]) - 1)
         progress.update(self.metrics.write(**record))
+
+    def _open_metrics(self, made: int) -> MetricsWriter:
+        """Go on after that step, which the replica that led before may have made and not written."""
+        file = self.run.output_dir / "metrics.jsonl"
+        before, self.unwritten = self.unwritten, None
+        writer = MetricsWriter(file, resume_step=made)
+        if (
+            before is not None
+            and before["step"] == made
+            and made not in {r["step"] for r in read_metrics(file)}
+        ):
+            writer.write(**before)
+        return writer
 
     def _close_metrics(self) -> None:
         if self.metrics is not None:

@@ -15,6 +15,7 @@ import re
 import signal
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
