@@ -70,11 +70,6 @@ class ReplicaRun:
         self._mine = torch.zeros(5, dtype=torch.float64)
         engine.zero.callbacks.before_norm.append(self._average)
 
-    @property
-    def leads(self) -> bool:
-        """Return whether this replica saves, and writes metrics."""
-        return self.group.leads
-
     # ---- joining ----------------------------------------------------------------------------
 
     def join(

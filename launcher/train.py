@@ -200,7 +200,7 @@ class Training:
     @property
     def _leads(self) -> bool:
         """Return whether this replica saves, and writes metrics."""
-        return self.replica is None or self.replica.leads
+        return self.replica is None or self.replica.group.leads
 
     def _note(self, record: dict[str, Any], progress: ProgressLine) -> None:
         """Write the metrics of a step, on rank 0 of the replica that leads: another one may have led before."""

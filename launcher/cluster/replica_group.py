@@ -79,7 +79,7 @@ class ReplicaGroup:
     """
 
     def __init__(self, place: int, timeout_s: float) -> None:
-        self.number, self.count = replica_of()
+        self.number, _ = replica_of()
         self.place, self.timeout_s = place, timeout_s
         self.epoch: Epoch | None = None
         self._waiting_in = -1

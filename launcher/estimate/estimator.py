@@ -89,6 +89,7 @@ class Estimator:
 
     def ranks(self, config: Config, world: int) -> range:
         """Return the ranks to look at: one for all, or the first of each pipeline stage."""
+        world //= config.fault_tolerance.replicas  # which are alike
         return range(0, world, max(1, world // config.pipeline.degree))
 
     def run(self, config: Config, world: int, sequence: int | None = None) -> list[Estimate]:

@@ -120,3 +120,20 @@ def test_copies_of_saves_in_the_background_are_counted(
     assert (
         made.estimate(in_memory, 2, sequence=16).host == 5 * found
     )  # of two steps, of two nodes, and one on its way
+
+
+def test_the_ranks_of_replicas_are_those_of_a_run_of_its_own() -> None:
+    alone: dict[str, Any] = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "pipeline": {"stages": 2},
+    }
+    replicas = alone | {"train_batch_size": 8, "fault_tolerance": {"replicas": 2}}
+    made = Estimator(tiny_llama(hidden=128).config)
+    expected = made.run(load(alone), 2, sequence=16)
+    found = made.run(load(replicas), 4, sequence=16)
+    assert [one.rank for one in found] == [0, 1] and [one.peaks for one in found] == [
+        one.peaks for one in expected
+    ]
+    assert all(mine.host > one.host for mine, one in zip(found, expected, strict=True))  # for the exchange
