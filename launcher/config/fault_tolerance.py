@@ -9,7 +9,6 @@ from pydantic import Field
 
 from launcher.config.section import Count, Section
 from launcher.errors import ConfigError
-from launcher.replica import REPLICAS
 
 if TYPE_CHECKING:
     from launcher.config.root import Config
@@ -58,6 +57,8 @@ def of_replica(config: Config) -> Config:
 
 def check_replicas_are_started(config: Config) -> None:
     """Raise `ConfigError` where this process is not a rank of one of them."""
+    from launcher.replica import REPLICAS
+
     if REPLICAS not in os.environ:
         raise ConfigError(
             "replicas are started by `launch`, for its recipes: this process is none",

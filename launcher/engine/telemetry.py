@@ -23,7 +23,6 @@ from launcher.monitor.memory import MemoryBreakdown, current_memory_bytes, peak_
 from launcher.monitor.throughput import Throughput
 from launcher.monitor.timers import StepClock, Timers
 from launcher.monitor.writers import OPENERS, Monitor, MonitorEvent, open_writers
-from launcher.replica import replica_of
 
 if TYPE_CHECKING:
     from launcher.engine.core import EngineCore
@@ -257,6 +256,8 @@ def open_monitor(config: Config, mesh: Mesh) -> Monitor:
     sections = {name: getattr(config, name).to_dict() for name in OPENERS if getattr(config, name).enabled}
     if not sections:
         return Monitor()
+    from launcher.replica import replica_of
+
     writers, problem = [], None
     if mesh.rank == replica_of()[0] == 0:
         try:

@@ -34,7 +34,6 @@ from launcher.pipeline.executor.stopwatch import Stopwatch
 from launcher.pipeline.schedules import drained
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
-from launcher.pipeline.schedules.asynchronous import weights_used
 from launcher.pipeline.schedules.transfers import with_transfers
 from launcher.tensor.weight_gradients import DeferredWeightGrads, putting_off
 
@@ -301,6 +300,8 @@ def _gradient_of(leaf: Tensor) -> Tensor:
 
 def _versions(schedule: PipelineSchedule, rank: int) -> list[int]:
     """Of each microbatch: the weights that it sees, in updates since a step began that is not the first."""
+    from launcher.pipeline.schedules.asynchronous import weights_used
+
     return [updates - (schedule.delay or 0) for updates in weights_used(schedule)[rank]]
 
 

@@ -11,14 +11,6 @@ from launcher.errors import ConfigError
 from launcher.pipeline.schedules.actions import GIVES_INPUT_GRADIENT, ActionKind, PipelineSchedule
 from launcher.pipeline.schedules.synchronous import one_f_one_b
 
-_DRAINED = {"pipedream": "1f1b", "2bw": "1f1b"}
-"""Asynchronous schedule -> what it is where no weights change: in an evaluation, and for the places of stages."""
-
-
-def drained(name: str) -> str:
-    """Return the name of the same schedule where no weights change: in an evaluation, and for the place of stages."""
-    return _DRAINED.get(name, name)
-
 
 def pipedream(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """Build PipeDream (Narayanan et al., SOSP 2019): 1F1B that never drains; the weights change after each backward.

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 from launcher.errors import ConfigError
 from launcher.pipeline.schedules.actions import PipelineSchedule
-from launcher.pipeline.schedules.asynchronous import pipedream, two_buffered_weights
 from launcher.pipeline.schedules.synchronous import gpipe, interleaved, one_f_one_b, zb_h1, zbv
 
 
@@ -19,10 +18,24 @@ class ScheduleBuilder:
     Args:
         make: (stages, microbatches, chunks) -> Schedule.
         chunks: the fixed number of virtual stages a rank has; None where the user chooses.
+        drained: the same schedule where no weights change: in an evaluation, and for the place of stages; "": itself.
     """
 
     make: Callable[[int, int, int], PipelineSchedule]
     chunks: int | None = 1
+    drained: str = ""
+
+
+def _pipedream(stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
+    from launcher.pipeline.schedules.asynchronous import pipedream  # few runs use it
+
+    return pipedream(stages, microbatches, chunks)
+
+
+def _two_buffered_weights(stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
+    from launcher.pipeline.schedules.asynchronous import two_buffered_weights
+
+    return two_buffered_weights(stages, microbatches, chunks)
 
 
 ONE_STAGE = "1f1b"
@@ -73,6 +86,11 @@ SCHEDULES = {
     "interleaved": ScheduleBuilder(interleaved, chunks=None),
     "zb-h1": ScheduleBuilder(zb_h1),
     "zbv": ScheduleBuilder(zbv, chunks=2),
-    "pipedream": ScheduleBuilder(pipedream),
-    "2bw": ScheduleBuilder(two_buffered_weights),
+    "pipedream": ScheduleBuilder(_pipedream, drained="1f1b"),
+    "2bw": ScheduleBuilder(_two_buffered_weights, drained="1f1b"),
 }
+
+
+def drained(name: str) -> str:
+    """Return the name of the same schedule where no weights change."""
+    return SCHEDULES[name].drained or name
