@@ -95,6 +95,7 @@ class Training:
         self.expert_load = ExpertLoad(
             engine.module, engine.mesh, section.capacity_factor or 0.0, section.degree
         )
+        engine.zero.callbacks.before_replay.append(self.expert_load.forget)
         config: Any = engine.module.config
         for data in (self.train_set, self.eval_set):
             check_vocabulary(data, config.get_text_config().vocab_size)

@@ -267,6 +267,13 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
          "delete elasticity, or fault_tolerance"),
     Rule((REPLICAS, SCHEDULE), lambda replicas, schedule: replicas > 1 and schedule == "pipedream",
          f"{PIPEDREAM} replicas average gradients before a step of all", 'write another schedule, such as "1f1b"'),
+    Rule(("replica_check.replay_every", SCHEDULE),
+         lambda every, schedule: every and schedule in ASYNCHRONOUS,
+         "replica_check.replay_every computes the microbatches of a step twice with the same weights, and an "
+         "asynchronous schedule changes weights between them", 'write another schedule, such as "1f1b"'),
+    Rule(("replica_check.resting", SCHEDULE), lambda resting, schedule: resting and schedule in ASYNCHRONOUS,
+         "replica_check.resting compares weights before a step with those after the step before, and an asynchronous "
+         "schedule changes them in between", 'write another schedule, such as "1f1b", or leave resting out'),
     Rule((NORM, "gradient_clipping"), lambda norm, clipping: not norm and clipping != 0,
          f"{NO_NORM} gradient_clipping needs the norm", "set gradient_clipping to 0, or compute_grad_norm to true"),
     Rule((NORM, "fp16.enabled"), lambda norm, fp16: not norm and fp16,

@@ -221,12 +221,15 @@ class ReplicaCheckConfig(Section):
     changes weights on some ranks only, is found, and the ranks and parameters are named.
 
     These are parameters at stages 0 to 2, and those that stage 3 keeps whole; at stage 0, and in the groups of MiCS,
-    the optimizer's state, too. What is sharded has no replica, and is not looked at; nor is what is offloaded.
+    the optimizer's state, too. What is sharded has no replica: `resting` and `replay_every` find faults in it. What is
+    offloaded is not looked at.
     """
 
     differs: ClassVar[dict[str, str]] = {
         "every": "a key of this launcher",
         "action": "a key of this launcher",
+        "resting": "a key of this launcher",
+        "replay_every": "a key of this launcher",
     }
 
     every: WholeNumber = 100
@@ -235,6 +238,15 @@ class ReplicaCheckConfig(Section):
     action: Annotated[Literal["stop", "warn"], BeforeValidator(lower)] = "stop"
     """"stop" raises on all ranks before the step is made. "warn" goes on: for stage 0 on processors of several kinds,
     which may round differently."""
+
+    resting: bool = False
+    """Checksums of this rank's shard, master weights and optimizer state are taken after each step, and compared before
+    the next one. They are read twice a step for it."""
+
+    replay_every: WholeNumber = 0
+    """Optimizer steps between two whose microbatches are computed twice, with torch's deterministic operations: the
+    gradients that each rank computes, and their sums, must have the same bits. 0: none. The model must be
+    deterministic. A script that calls forward and backward by itself is not replayed."""
 
 
 class ExpertParallelConfig(Section):

@@ -331,11 +331,13 @@ def steer_routers(model: nn.Module, mesh: Mesh, config: Config, zero: ZeroModel)
         over = mesh.dp if section.global_balance_loss is True else None
         loss = RouterLoss(model, over, float(section.router_z_loss_coef))
         zero.callbacks.before_step.append(loss.next_step)
+        zero.callbacks.before_replay.append(loss.next_step)
     if section.bias_update_rate:
         from launcher.experts.bias import BiasUpdate
 
         bias = BiasUpdate(model, mesh, float(section.bias_update_rate))
         zero.callbacks.before_step.append(bias.update)
+        zero.callbacks.before_replay.append(bias.forget)
 
 
 def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -22,11 +22,12 @@ from launcher.config import Config
 from launcher.engine import executor
 from launcher.engine.accumulation import AccumulationMixin
 from launcher.engine.batches import cast
+from launcher.engine.bit_checks import BitChecks
 from launcher.engine.clipping import Clipping
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.engine_getters import EngineGetters
-from launcher.engine.finite import check_replicas, check_scales, skips_overflow, tell_overflow
+from launcher.engine.finite import check_scales, skips_overflow, tell_overflow
 from launcher.engine.gradient_plan import GradientPlan
 from launcher.engine.nonfinite_tracer import NonFiniteTracer
 from launcher.engine.same_inputs import SameInputs
@@ -35,7 +36,7 @@ from launcher.engine.telemetry import Telemetry
 from launcher.errors import ConfigError, LauncherError, MisplacedCallError
 from launcher.optim.loss_scale import LossScale
 from launcher.optim.sharded import ShardedOptimizer
-from launcher.pipeline.executor.lazy import LazySequence
+from launcher.pipeline.executor.batches import LazySequence
 from launcher.pipeline.executor.runtime import Runtime
 from launcher.zero import ZeroModel
 from launcher.zero.features.overflow import watch_gradients
@@ -108,6 +109,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self._saver: Saver | None = None
         self.curriculum = Curriculum.of(config.data_efficiency)
         self.clipping = Clipping(float(config.gradient_clipping))
+        self.bit_checks = BitChecks(config.replica_check)
         self.nonfinite_tracer = NonFiniteTracer()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._backwards = 0  # of this step
@@ -236,7 +238,9 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self._watch_for_the_last_overflow()
         try:
             with self.zero.hooks.scaling():
-                losses, weights = executor.train(self, cut, weights)
+                losses, weights = self.bit_checks.microbatches(
+                    self, lambda: executor.train(self, cut, weights)
+                )
         except StopIteration:  # the data ended within the step: the next one must not add to it
             self.abandon_step()
             raise
@@ -277,6 +281,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
                     call()
                 self.zero.reducer.flush()
                 self._optimizer_step(lr_kwargs or {})
+                if self._config.replica_check.resting:
+                    self.bit_checks.after_step(self)
             self.telemetry.after_step(self)
         self._microbatches = 0 if boundary else self._microbatches + 1
         self.micro_steps += 1
@@ -331,14 +337,18 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         ):
             self.nonfinite_tracer.tell(self, skipped=overflow)
         self.optimizer.overflow = overflow
-        every = self._config.replica_check.every
-        if every and (self.global_steps + 1) % every == 0:
-            check_replicas(self)
+        if self._bits_are_due():
+            self.bit_checks.before_step(self)
         if self.versions is not None:
             self.versions.advance(needed)
         if not overflow:
             self.optimizer.step_scaled(self.clipping.take_coefficient(norm) / self.gradient_divisor())
         return overflow
+
+    def _bits_are_due(self) -> bool:
+        """Return whether this step is one of those before which bits are looked at (`replica_check`)."""
+        section, number = self._config.replica_check, self.global_steps + 1
+        return section.resting or any(n and number % n == 0 for n in (section.every, section.replay_every))
 
     def gradient_divisor(self) -> float:
         """Return what gradients are divided by at the end of a step, clipping apart."""

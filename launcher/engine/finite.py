@@ -35,6 +35,8 @@ def can_step_in_backward(engine: EngineCore) -> bool:
     )
     known = float(config.gradient_clipping) == 0 and not skips_overflow(config)
     known = known and config.fault_tolerance.replicas == 1  # else it is the mean over replicas that counts
+    # what is compared before a step must be there before anything changes
+    known = known and not (config.replica_check.resting or config.replica_check.replay_every)
     return alone and whole and known and config.zero_optimization.ignore_unused_parameters
 
 
@@ -77,22 +79,3 @@ def tell_overflow(engine: EngineCore) -> None:
         if engine.mesh.rank == 0:
             what = f"step {engine.global_steps + 1} is skipped ({skipped} so far): the gradient is not finite"
             print(f"{what} of {which} (bf16.check_grad_overflow is true)", flush=True)
-
-
-def check_replicas(engine: EngineCore) -> None:
-    """Compare what several ranks hold alike, before a step (`replica_check`).
-
-    Raises:
-        LauncherError: it differs, and the JSON does not say "warn".
-    """
-    optimizer = engine.optimizer
-    if engine.world_size == 1 or optimizer is None or engine.versions is not None:
-        return
-    from launcher.zero.features.replicas import compare_replicas
-
-    try:
-        compare_replicas(engine.zero.flats, optimizer.states_in_memory)
-    except LauncherError as error:
-        if engine.resolved.replica_check.action == "stop":
-            raise
-        logger.warning("before step %d: %s", engine.global_steps + 1, error)

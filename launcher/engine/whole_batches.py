@@ -13,7 +13,7 @@ from launcher.engine import executor
 from launcher.engine.batches import forever, without_labels
 from launcher.engine.core import EngineCore
 from launcher.errors import ConfigError
-from launcher.pipeline.executor.lazy import LazySequence
+from launcher.pipeline.executor.batches import LazySequence
 
 
 class WholeBatches(EngineCore):

@@ -43,6 +43,10 @@ class BiasUpdate:
         self._biases = [bias for _, bias in found]
         self._counts = TokenCounts([module for module, _ in found], mesh.device)
 
+    def forget(self) -> None:
+        """Forget the tokens of the step so far."""
+        self._counts.take()
+
     def update(self) -> None:
         """Raise the biases of experts with less than an even share of the step's tokens, and lower the others. Every
         rank must call it."""

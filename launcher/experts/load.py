@@ -85,6 +85,10 @@ class ExpertLoad:
         self._counts = TokenCounts([module for _, module in found], mesh.device, factor)
         self._rows = [list(self.experts).index(name) for name, _ in found]
 
+    def forget(self) -> None:
+        """Forget the tokens of the step so far."""
+        self._counts.take()
+
     def take(self) -> dict[str, float]:
         """Return what the counts of a step say, and begin to count the next. Every rank must call it.
 

@@ -46,11 +46,13 @@ class StepCallbacks:
     Attributes:
         before_step: before anything of the step: edited parameters are taken over.
         before_norm: gradients are reduced, and become what is stepped.
+        before_replay: the microbatches of a step are computed once more: what they have counted is forgotten.
         merge_use: (trainable slots, their flags of use): flags that hold on other ranks are set.
     """
 
     before_step: list[Callable[[], None]] = field(default_factory=list)
     before_norm: list[Callable[[], None]] = field(default_factory=list)
+    before_replay: list[Callable[[], None]] = field(default_factory=list)
     merge_use: list[Callable[[Sequence[ParamSlot], Tensor], None]] = field(default_factory=list)
 
 

@@ -87,6 +87,24 @@ def test_it_is_that_of_one_large_batch(pool: WorkerPool, size: int, accumulation
             assert (found[2][name].double() - value).norm() <= 1e-6 * value.norm(), name
 
 
+def replayed(ctx: RankContext, every: int) -> list[float]:
+    """The losses where microbatches differ, and each sees the tokens of those before it."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "expert_parallel": {"size": 2, "global_balance_loss": True},
+        "replica_check": {"replay_every": every},
+    }
+    engine: Any = launcher.initialize(model=with_large_loss(), config=config, device=CPU)[0]
+    rows = [{key: value[ctx.rank :][:1] for key, value in batch(step).items()} for step in range(4)]
+    return [float(engine.train_batch(iter(rows[at : at + 2]))) for at in (0, 2)]
+
+
+def test_a_step_that_is_computed_again_counts_its_tokens_anew(pool: WorkerPool) -> None:
+    assert pool.run(replayed, 2, 1) == pool.run(replayed, 2, 0)
+
+
 def refused(ctx: RankContext, family: str) -> str:
     config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"global_balance_loss": True}}
     with pytest.raises(ConfigError) as error:

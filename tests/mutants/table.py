@@ -495,6 +495,20 @@ MUTANTS = {
         "rank = min(times)",
         "of several ranks that failed the lowest is named, with its exit code, not the one that was first",
     ),
+    "a-replay-goes-on-counting": Mutant(
+        "engine/bit_checks.py",
+        "                forget()\n",
+        "                pass\n",
+        "a step that is computed again counts its tokens on top of those of the first time",
+        near="experts/test_balance.py",
+    ),
+    "any-write-is-a-fault": Mutant(
+        "zero/features/resting.py",
+        "old[:2] == new[:2] and old[2] != new[2]",
+        "old[2] != new[2]",
+        "what a script writes between two steps is taken for a fault of the memory",
+        near="zero/test_bits.py",
+    ),
     # cli, train: the way of a run
     "local-rank-all-the-same": Mutant(
         "cli/shares.py",

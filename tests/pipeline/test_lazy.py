@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.pipeline.executor.lazy import LazySequence
+from launcher.pipeline.executor.batches import LazySequence
 
 READERS: dict[str, Callable[[LazySequence[int]], Any]] = {
     "list": list,

@@ -18,6 +18,9 @@ EPS = (
     1e-4  # with 1e-8 AdamW makes steps of the rounding of gradients near zero, which differs from CPU to CPU
 )
 
+TWICE = {"every": 1, "resting": True, "replay_every": 2}
+"""Steps are computed again, and compared: which changes nothing."""
+
 
 def train(
     ctx: RankContext,
@@ -54,10 +57,10 @@ def truth(tied: bool, microbatches: int) -> PlainRun:
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("world", "pp", "tp", "schedule", "stage", "tied", "sequence", "sections"), [
     (4, 2, 1, "1f1b", 2, True, False, {}),
-    (4, 2, 1, "zbv", 3, False, False, {"activation_checkpointing": {}}),
+    (4, 2, 1, "zbv", 3, False, False, {"activation_checkpointing": {}, "replica_check": TWICE}),
     (4, 2, 2, "1f1b", 1, True, False, {}),
-    (4, 2, 2, "zb-h1", 3, True, False, {}),
-    (4, 2, 2, "interleaved", 0, False, True, {}),
+    (4, 2, 2, "zb-h1", 3, True, False, {"replica_check": TWICE}),
+    (4, 2, 2, "interleaved", 0, False, True, {"replica_check": TWICE}),
     (4, 2, 2, "1f1b", 1, True, True, {"activation_checkpointing": {}}),
     pytest.param(8, 2, 2, "1f1b", 1, True, False, {}, marks=pytest.mark.full),
     (8, 2, 2, "zb-h1", 3, False, True, {}),

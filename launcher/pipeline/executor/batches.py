@@ -1,8 +1,10 @@
-"""The microbatches of a step, from the first stage to all: only its ranks read data."""
+"""The microbatches of a step: made when they are asked for; and from the first stage to all, for only its ranks read
+data."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,38 @@ from launcher.pipeline.crossing import TensorShape
 from launcher.pipeline.plain import packed, unpacked
 
 TAG = "pipeline/batch"
+T = TypeVar("T")
+
+
+class LazySequence(Sequence[T]):
+    """Makes its items in order, each once. So a step reads the data of a microbatch when its forward comes, and
+    random numbers are drawn in the order of a plain loop.
+
+    Args:
+        length: How many items there are.
+        make: Makes the item of an index; called with 0, 1, 2, ...
+    """
+
+    def __init__(self, length: int, make: Callable[[int], T]) -> None:
+        self._length, self._make = length, make
+        self._made: list[T] = []
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= self._length:
+            raise IndexError(index)
+        while len(self._made) <= index:
+            self._made.append(self._make(len(self._made)))
+        return self._made[index]
+
+    def __iter__(self) -> Iterator[T]:
+        """All items, made before the first is given: the loop of `Sequence` takes an IndexError of `make` for the end,
+        and turns its StopIteration into a RuntimeError."""
+        if self._length:
+            self[self._length - 1]
+        return iter(self._made)
 
 
 def share(batches: Any, axis: Axis, device: torch.device) -> Any:

@@ -28,7 +28,7 @@ from launcher.comm.p2p import P2PChannel
 from launcher.errors import LauncherError
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, signature_of
 from launcher.pipeline.executor.action_loop import run_actions
-from launcher.pipeline.executor.lazy import LazySequence
+from launcher.pipeline.executor.batches import LazySequence
 from launcher.pipeline.executor.stage_p2p import StageP2P
 from launcher.pipeline.executor.stopwatch import Stopwatch
 from launcher.pipeline.schedules import drained

@@ -47,7 +47,7 @@ class Deviation(NamedTuple):
     is_known: bool
 
     def __str__(self) -> str:
-        what = ", ".join(self.names[:4]) + (f" and {len(self.names) - 4} more" if len(self.names) > 4 else "")
+        what = in_words(self.names)
         numbers = ",".join(map(str, self.ranks))
         if self.is_known:
             who = f"rank {numbers} holds" if len(self.ranks) == 1 else f"ranks {numbers} hold"
@@ -84,12 +84,22 @@ def _replicas(flats: Sequence[FlatBuffer], state_of: StateOf) -> Iterator[_Repli
         if owners.degree == 1 or flat.is_offloaded or not flat.trainable:
             continue
         if flat.sharded or flat.own_master:
-            named = [(f"the master of {slot.name}", part) for slot, part in flat.owned_views(flat.master)]
-            yield _Replica(owners, flat.master, named)
-        for slot, _, _ in flat.overlaps(flat.owned):
-            for key, value in state_of(slot.name).items():
-                if isinstance(value, Tensor) and value.dim():
-                    yield _Replica(owners, value, [(f"{key} of {slot.name}", value)])
+            yield _Replica(owners, flat.master, master_of(flat))
+        for name, value in states_of(flat, state_of):
+            yield _Replica(owners, value, [(name, value)])
+
+
+def master_of(flat: FlatBuffer) -> list[tuple[str, Tensor]]:
+    """Return the master weights of this rank, with names."""
+    return [(f"the master of {slot.name}", part) for slot, part in flat.owned_views(flat.master)]
+
+
+def states_of(flat: FlatBuffer, state_of: StateOf) -> Iterator[tuple[str, Tensor]]:
+    """Yield the states of the optimizer on this rank, with names."""
+    for slot, _, _ in flat.overlaps(flat.owned):
+        for key, value in state_of(slot.name).items():
+            if isinstance(value, Tensor) and value.dim():
+                yield f"{key} of {slot.name}", value
 
 
 def _compared(replicas: Sequence[_Replica]) -> Deviation | None:
@@ -110,14 +120,22 @@ def _compared(replicas: Sequence[_Replica]) -> Deviation | None:
     return Deviation(others if known else ranks, names or ["padding"], known)
 
 
+def in_words(names: Sequence[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def digests(tensors: Sequence[Tensor]) -> list[int]:
     """Return a number for the bits of each tensor: the sum of its words. One bit more or less always changes it."""
     return (
-        torch.stack([_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]).tolist() if tensors else []
+        torch.stack([bits_of(tensor).sum(dtype=torch.int64) for tensor in tensors]).tolist()
+        if tensors
+        else []
     )
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the words of a tensor, as whole numbers."""
     flat = tensor.detach().reshape(-1)
     size = flat.element_size()
     wide = not (flat.nbytes % 8 or flat.storage_offset() * size % 8)

@@ -1,0 +1,76 @@
+"""The bits of gradients, for a step that is computed twice (`replica_check.replay_every`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from launcher.zero.features.replicas import bits_of, digests
+from launcher.zero.gradients import FlatGradient
+
+T = TypeVar("T")
+
+
+class _Watched:
+    """Notes the bits of a gradient before it is reduced, each time, beside what else looks at it."""
+
+    def __init__(self, gradient: FlatGradient) -> None:
+        self._gradient, self.before = gradient, gradient.inspector
+        self.noted: list[Tensor] = []
+
+    def look(self, full: Tensor) -> None:
+        self.noted.append(
+            torch.stack(
+                [bits_of(full[slot.span]).sum(dtype=torch.int64) for slot in self._gradient.flat.slots]
+            )
+        )
+        if self.before is not None:
+            self.before.look(full)
+
+    def clear(self) -> None:
+        if self.before is not None:
+            self.before.clear()
+
+
+class WatchedGradients:
+    """The bits of the gradients that this rank computes, and of its shares of their sums, while it is entered."""
+
+    def __init__(self, gradients: Sequence[FlatGradient]) -> None:
+        self._all = [(gradient, _Watched(gradient)) for gradient in gradients]
+
+    def __enter__(self) -> WatchedGradients:
+        for gradient, watched in self._all:
+            gradient.inspector = watched
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for gradient, watched in self._all:
+            gradient.inspector = watched.before
+
+    def bits(
+        self, run: Callable[[], tuple[Tensor, T]], flush: Callable[[], None]
+    ) -> tuple[dict[str, list[int]], tuple[Tensor, T]]:
+        """Return (name -> the bits of what was computed in it, what `run` returns), the losses among them.
+
+        Args:
+            run: computes gradients, and returns losses first.
+            flush: ends their reductions.
+        """
+        result = run()
+        flush()
+        found = {"the loss": digests([result[0]])}
+        for gradient, watched in self._all:
+            columns = (
+                torch.stack(watched.noted).T.tolist() if watched.noted else [[]] * len(gradient.flat.slots)
+            )
+            for slot, column in zip(gradient.flat.slots, columns, strict=True):
+                found[f"the gradient of {slot.name}"] = column
+            found[f"the reduced gradient of {gradient.flat.name}"] = (
+                digests([gradient.share]) if gradient.kept else []
+            )
+            gradient.rest(changed=False)
+            watched.noted = []
+        return found, result
