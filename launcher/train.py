@@ -29,14 +29,14 @@ from launcher.engine.token_weights import learned_tokens, token_weights
 from launcher.errors import CheckpointError, ConfigError, NotFiniteError
 from launcher.experts.load import ExpertLoad
 from launcher.monitor.memory import peak_memory_bytes
-from launcher.monitor.metrics import MetricsWriter, read_metrics
+from launcher.monitor.metrics import read_metrics
 from launcher.monitor.plot import plot_loss
-from launcher.monitor.progress import ProgressLine
 from launcher.monitor.summary import RankMemory, print_summary, write_summary
 from launcher.monitor.trace import Trace
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.resuming import Resuming
 from launcher.run import Run
+from launcher.training_log import METRICS, TIMELINE, TrainingLog
 
 if TYPE_CHECKING:
     from launcher.replica_run import ReplicaRun
@@ -71,10 +71,6 @@ class Training:
     tokens: int = field(default=0, init=False)
     stalled_s: float = field(default=0.0, init=False)  # told of
     saves_chosen: bool = field(default=False, init=False)
-    metrics: MetricsWriter | None = field(default=None, init=False)
-    unwritten: dict[str, Any] | None = field(
-        default=None, init=False
-    )  # of the last step, which another replica writes
     replica: ReplicaRun | None = field(default=None, init=False)  # of several (`fault_tolerance`)
     nonfinite: int = field(default=0, init=False)  # steps in a row, up to the last one
 
@@ -132,17 +128,12 @@ class Training:
             self._resume()
         elif not self._join():
             return
-        progress = ProgressLine(
-            self.total_steps,
-            steps_per_print=self.engine.steps_per_print() or 10,
-            enabled=self.run.rank == 0,
-            console=self.run.console,
-        )
+        log = TrainingLog(self.run, self.engine, self.total_steps, self.width)
         if self.run.rank == 0 and self._leads:
-            self.metrics = self._open_metrics(self.engine.global_steps)
+            log.open(self.engine.global_steps)
         steps = self.loader.steps()
-        self.engine.telemetry.say = progress.message
-        with progress, self._trace() as trace:
+        self.engine.telemetry.say = log.say
+        with log, self._trace() as trace:
             while self.engine.global_steps < self.total_steps and not self._diverged():
                 self.run.check_ownership()
                 if self.replica is not None:
@@ -158,14 +149,14 @@ class Training:
                     raise
                 if self._due(self.run.args.eval_every) and self.eval_set is not None:
                     record["eval_loss"] = self.evaluate()
-                self._note(record, progress)
+                log.note(record, leads=self._leads)
                 if self._due(self.run.args.save_every) and self._leads:
                     self.save()
                 elif self.run.memory is not None and self._due(self.run.config.checkpoint.peer_memory.every):
                     self._keep()
                 if self._stops():
-                    self._save_and_leave(progress)
-        self._close_metrics()
+                    self._save_and_leave()
+        log.close()
         if self.replica is None:
             self._finish()
         elif self.replica.group.end():
@@ -203,46 +194,15 @@ class Training:
         """Return whether this replica saves, and writes metrics."""
         return self.replica is None or self.replica.group.leads
 
-    def _note(self, record: dict[str, Any], progress: ProgressLine) -> None:
-        """Write the metrics of a step, on rank 0 of the replica that leads: another one may have led before."""
-        if self.run.rank != 0:
-            return
-        if not self._leads:
-            self._close_metrics()
-            self.unwritten = record
-            progress.update(record)
-            return
-        if self.metrics is None:
-            self.metrics = self._open_metrics(int(record["step"]) - 1)
-        progress.update(self.metrics.write(**record))
-
-    def _open_metrics(self, made: int) -> MetricsWriter:
-        """Go on after that step, which the replica that led before may have made and not written."""
-        file = self.run.output_dir / "metrics.jsonl"
-        before, self.unwritten = self.unwritten, None
-        writer = MetricsWriter(file, resume_step=made)
-        if (
-            before is not None
-            and before["step"] == made
-            and made not in {r["step"] for r in read_metrics(file)}
-        ):
-            writer.write(**before)
-        return writer
-
-    def _close_metrics(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
-        self.metrics = None
-
     def _stops(self) -> bool:
         """Return whether some rank was told to end. Every rank must call it."""
         return self.replica.told.stops if self.replica is not None else self.run.stop_requested()
 
-    def _save_and_leave(self, progress: ProgressLine) -> None:
+    def _save_and_leave(self) -> None:
         saved = not self._leads or self.save()
         self.engine.saver.wait()
         how = "saved after" if saved else "stopped, and not saved, after"
-        progress.message(f"SIGTERM: {how} step {self.engine.global_steps}")
+        self.engine.telemetry.say(f"SIGTERM: {how} step {self.engine.global_steps}")
         raise SystemExit(0 if saved else 1)
 
     def _trace(self) -> Trace:
@@ -434,7 +394,7 @@ class Training:
             self.engine.save_16bit_model(self.run.model_dir)
         self.engine.saver.wait()
         ranks, parameters = self._memory(), report.parameters(self.engine)
-        pipeline = report.last_step(self.engine, output / "schedule.json" if self.run.rank == 0 else None)
+        pipeline = report.last_step(self.engine, output / TIMELINE if self.run.rank == 0 else None)
         if self.run.rank == 0:
             if failure is None and self.tokenizer is not None:
                 save_tokenizer(self.tokenizer, self.run.model_dir)
@@ -465,7 +425,7 @@ class Training:
         )
         return NotFiniteError(
             f"{what}: training ends after step {step}, and no model is exported",
-            where=f"{self.run.output_dir / 'metrics.jsonl'}; {back}",
+            where=f"{self.run.output_dir / METRICS}; {back}",
             fix="lower the learning rate, clip gradients, or look at the data of these steps"
             + ("; go on from there with --resume" if tag else ""),
         )
@@ -484,7 +444,7 @@ class Training:
 
     def _write_summary(self, ranks: list[RankMemory], parameters: int, more: dict[str, Any]) -> None:
         output, engine = self.run.output_dir, self.engine
-        metrics = output / "metrics.jsonl"
+        metrics = output / METRICS
         stage = engine.zero_optimization_stage()
         summary = write_summary(
             output / "summary.json",
@@ -509,7 +469,7 @@ class Training:
             "config": output / "config.json",
             "loss curve": output / "loss.png",
             **({"expert load": output / "experts.png"} if self.expert_load.experts else {}),
-            **({"schedule": output / "schedule.json"} if "pipeline" in more else {}),
+            **({"schedule": output / TIMELINE} if "pipeline" in more else {}),
             "checkpoints": self.run.checkpoints,
             **({} if "stopped" in more else {"model": self.run.model_dir}),
             "logs": output / "logs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -9,7 +10,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from rich.text import Text
 
 from launcher.cli.flags import FlagParser
 from launcher.cli.output import write
+from launcher.cluster.hostfile import read_hostfile
+from launcher.cluster.run_mirror import RunMirror
 from launcher.cluster.run_status import ASKED, STACKS
+from launcher.cluster.runners import RunnerOptions
 from launcher.errors import printable
 from launcher.monitor.run_report import REPORT, run_report
 from launcher.monitor.run_screen import in_order, render
@@ -29,8 +33,9 @@ STACKS_S = 5.0
 """How long stacks are waited for."""
 DESCRIPTION = """\
 Shows what every rank of a run does: its step, where its time goes (own work, waits for other ranks, saves), its memory,
-whether it is slower than the others, the last checkpoint, restarts and messages. The run itself is not asked: `launch`
-writes logs/status.json in its directory once a second, on the machine where it was typed."""
+whether it is slower than the others, the last checkpoint, restarts and messages, and the stages of a pipeline. The run
+itself is not asked: `launch` writes logs/status.json in its directory once a second, on the machine where it was typed.
+With --hostfile that is another one."""
 KEYS = "keys: t w m r sort (time, wait, memory, rank); up, down choose; l log, s stack; q ends"
 
 
@@ -42,6 +47,13 @@ def top_parser() -> FlagParser:
     parser.add_argument(
         "run", nargs="?", metavar="RUN_DIR", help="the run's directory (default: the newest one here)"
     )
+    parser.add_argument(
+        "-H",
+        "--hostfile",
+        metavar="PATH",
+        help="the run was started on one of these hosts; looks there over ssh",
+    )
+    parser.add_argument("--ssh_port", type=int, metavar="P", help="with --hostfile: the port of ssh")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--once", action="store_true", help="print one screen and end")
     once.add_argument(
@@ -54,8 +66,50 @@ def top_parser() -> FlagParser:
 def top(argv: Sequence[str]) -> int:
     """Run `launch top [RUN_DIR] [--once | --json | --html FILE]`."""
     flags = top_parser().parse_args(argv)
-    status = find_status(flags.run)
-    view = read_run(status)
+    if flags.hostfile is None:
+        return _show(flags, RunFiles(find_status(flags.run)))
+    options = RunnerOptions(ssh_port=flags.ssh_port)
+    with RunMirror(read_hostfile(flags.hostfile), options, flags.run) as mirror:
+        mirror.wait()
+        return _show(flags, MirroredFiles(mirror))
+
+
+class RunFiles:
+    """The files of a run, and what can be asked of it.
+
+    Attributes:
+        called: the run, for people; "": by its directory.
+    """
+
+    called = ""
+
+    def __init__(self, status: Path) -> None:
+        self.status = status
+
+    def read(self, before: RunView | None = None, counters: dict[int, Any] | None = None) -> RunView:
+        """Return what the files say now; see `read_run`."""
+        return replace(read_run(self.status, before, counters), called=self.called)
+
+    def ask_stacks(self) -> None:
+        """Have the run write the stacks of its ranks."""
+        with contextlib.suppress(OSError):  # another user's run: its stacks are not for us
+            (self.status.parent / ASKED).touch()
+
+    def ask_log(self, rank: int) -> None:
+        """Have the log of a rank brought here: it is here, or lies on another host."""
+
+
+class MirroredFiles(RunFiles):
+    """The same of a run on another host."""
+
+    def __init__(self, mirror: RunMirror) -> None:
+        super().__init__(mirror.status)
+        self._mirror, self.called = mirror, mirror.called
+        self.ask_stacks, self.ask_log = mirror.ask_stacks, mirror.ask_log  # type: ignore[method-assign]
+
+
+def _show(flags: argparse.Namespace, files: RunFiles) -> int:
+    view = files.read()
     if flags.json:
         print(json.dumps(view.as_json(), indent=1))
         return 0
@@ -70,7 +124,7 @@ def top(argv: Sequence[str]) -> int:
         console.print(render(view, console.width))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
-        _Screen(status, view).run(console)
+        _Screen(files, view).run(console)
     return 0
 
 
@@ -78,7 +132,7 @@ def top(argv: Sequence[str]) -> int:
 class _Screen:
     """The live view, and what its keys have chosen."""
 
-    status: Path
+    files: RunFiles
     view: RunView
     order: str = "r"
     chosen: int = -1
@@ -95,7 +149,7 @@ class _Screen:
             due = 0.0
             while True:
                 if time.monotonic() >= due:
-                    self.view = read_run(self.status, self.view, self.counters)
+                    self.view = self.files.read(self.view, self.counters)
                     due = time.monotonic() + EVERY_S
                 live.update(self._drawn(console.width, console.height), refresh=True)
                 for key in keys(max(0.0, due - time.monotonic())):
@@ -117,12 +171,11 @@ class _Screen:
                 self._choose(1)
             case "l" | "\r" | "\n":
                 self.shown = "log"
+                self.files.ask_log(max(0, self.chosen))
             case "s":
                 self.shown, self.asked_at = "stack", time.time()
-                if self.view.state != "running":
-                    return True
-                with contextlib.suppress(OSError):  # another user's run: its stacks are not for us
-                    (self.status.parent / ASKED).touch()
+                if self.view.state == "running":
+                    self.files.ask_stacks()
         return True
 
     def _choose(self, further: int) -> None:
@@ -146,14 +199,14 @@ class _Screen:
         return screen.append("\n".join(lines) or "(empty)")
 
     def _log(self, rank: int) -> str:
-        for path in sorted(self.status.parent.glob(f"*rank{rank}.log")):
+        for path in sorted(self.files.status.parent.glob(f"*rank{rank}.log")):
             with contextlib.suppress(OSError), path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - (1 << 16)))
                 return printable(file.read().decode("utf-8", errors="replace"))
-        return f"there is no log of rank {rank} in {self.status.parent}: it lies on its own host"
+        return f"there is no log of rank {rank} in {self.files.status.parent}: it lies on its own host"
 
     def _stack(self, rank: int) -> str:
-        path = self.status.parent / STACKS
+        path = self.files.status.parent / STACKS
         if not path.exists() or path.stat().st_mtime < self.asked_at - 1:
             late = time.time() - self.asked_at > STACKS_S
             return (

@@ -14,6 +14,7 @@ from launcher.monitor.log import say
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
+    from launcher.pipeline.timeline.simulate import Timeline
 
 logger = logging.getLogger("launcher")
 
@@ -85,26 +86,61 @@ def _batch_of(meta: Mapping[str, Any]) -> int | None:
 def parameters(engine: Engine) -> int:
     """Return the elements of the logical parameters of all stages. Every rank must call it."""
     mine = sum(slot.logical_numel for slot in engine.zero.slots.values() if slot.holders.rank == 0)
+    return int(_over_stages(engine, mine))
+
+
+def active_parameters(engine: Engine) -> float:
+    """Return the elements of the parameters that a token goes through: of experts those that are chosen. Every rank
+    must call it."""
+    from launcher.experts.modules import experts_in, number_of
+
+    config: Any = engine.module.config
+    text = config.get_text_config()
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "num_selected_experts", None) or 1
+    part = {name: min(1.0, chosen / number_of(module)) for name, module in experts_in(engine.module)}
+    mine = 0.0
+    for name, slot in engine.zero.slots.items():
+        if slot.holders.rank == 0:
+            share = next((part[experts] for experts in part if name.startswith(f"{experts}.")), 1.0)
+            mine += share * slot.logical_numel
+    return _over_stages(engine, mine)
+
+
+def _over_stages(engine: Engine, mine: float) -> float:
     count = torch.tensor(mine, dtype=torch.float64, device=engine.device)
     all_reduce(count, engine.mesh.axes["pp"], "root/parameters").wait()
-    return int(count)
+    return float(count)
+
+
+def write_timeline(engine: Engine, path: Path | None) -> Timeline | None:
+    """Write when the actions of the last step ran on all stages, and return it; None without stages. Every rank must
+    call it.
+
+    Args:
+        path: where the record of the step goes (`pipeline/timeline/recording.py`); None: nowhere.
+    """
+    from launcher.pipeline.timeline.recording import write
+
+    runtime = engine.runtime
+    if runtime.staged.is_whole or runtime.stopwatch.schedule is None:
+        return None
+    measured = runtime.stopwatch.timeline(runtime.axis)
+    if path is not None:
+        write(path, measured)
+    return measured
 
 
 def last_step(engine: Engine, path: Path | None) -> dict[str, Any] | None:
     """Return the numbers of the last step through the stages; None without stages. Every rank must call it.
 
     Args:
-        path: where the record of the step goes (`pipeline/timeline/recording.py`); None: nowhere.
+        path: see `write_timeline`.
     """
-    from launcher.pipeline.timeline.recording import write
     from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 
-    runtime = engine.runtime
-    if runtime.staged.is_whole or runtime.stopwatch.schedule is None:
+    measured, made = write_timeline(engine, path), engine.runtime.stopwatch.schedule
+    if measured is None or made is None:
         return None
-    made, measured = runtime.stopwatch.schedule, runtime.stopwatch.timeline(runtime.axis)
-    if path is not None:
-        write(path, measured)
     return {
         "schedule": made.name,
         "stages": made.stages,

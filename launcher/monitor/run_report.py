@@ -17,10 +17,20 @@ from launcher.files import read_small, replace_text
 from launcher.monitor.metrics import is_number
 from launcher.monitor.progress import duration, short_number
 from launcher.monitor.run_view import SHARES, RankView, RunView, last_records, read_run
+from launcher.pipeline.timeline.picture import NAMESPACE, svg
+from launcher.pipeline.timeline.simulate import Timeline
 from launcher.sizes import in_words
 
 COLOURS = {"compute": "#3a7d44", "wait": "#e0a458", "checkpoint": "#3d6fb6", "other": "#c4ccd4"}
-CURVES = {"loss": "loss", "grad_norm": "gradient norm", "tokens_per_s": "tokens/s", "lr": "learning rate"}
+CURVES = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "tokens_per_s": "tokens/s",
+    "lr": "learning rate",
+    "mfu": "model FLOPs utilisation",
+    "expert_load": "fullest expert, in even shares",
+    "expert_entropy": "entropy of experts (1: even)",
+}
 WIDTH, HEIGHT = 540, 200
 MOST_POINTS = 1000
 LONGEST_CONFIG = 1 << 20
@@ -52,7 +62,7 @@ def write_report(status: Path) -> Path | None:
 
 def run_report(view: RunView) -> str:
     """Return the page of a run."""
-    title = f"{view.directory.resolve().name}: {view.state}"
+    title = f"{view.called or view.directory.resolve().name}: {view.state}"
     records = last_records(view.directory / "metrics.jsonl", None)
     parts = [
         f"<h1>{_text(title)}</h1>",
@@ -66,6 +76,7 @@ def run_report(view: RunView) -> str:
         + "".join(f'<span style="background:{COLOURS[n]}"></span>{n}' for n in SHARES)
         + "</p>",
         _ranks(view.ranks),
+        _pipeline(view.timeline),
         "<h2>Messages</h2>",
         _messages(view.messages),
         _config(view.directory / "config.json"),
@@ -131,6 +142,16 @@ def _curve(records: Sequence[Mapping[str, Any]], key: str, name: str) -> str:
         f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="#c4ccd4"/>'
         f'<polyline points="{line}" fill="none" stroke="#1f4e8c" stroke-width="1.5"/></svg>'
     )
+
+
+def _pipeline(timeline: Timeline | None) -> str:
+    """Return what the stages did when, in one of the last steps."""
+    if timeline is None:
+        return ""
+    picture = svg(timeline, "one of the last steps", unit="s").replace(
+        f' xmlns="{NAMESPACE}"', ""
+    )  # a page needs none
+    return f'<h2>Pipeline</h2><div class="wide">{picture}</div>'
 
 
 def _number(value: float) -> str:

@@ -13,6 +13,7 @@ from launcher.errors import printable
 from launcher.monitor.metrics import is_number
 from launcher.monitor.progress import duration, short_number
 from launcher.monitor.run_view import SHARES, RankView, RunView, sparkline
+from launcher.pipeline.timeline.simulate import Timeline
 from launcher.sizes import in_words
 
 MARKS = {
@@ -23,6 +24,9 @@ MARKS = {
 }
 COLOURS = {"running": "green", "completed": "green", "starting": "yellow", "silent": "red", "failed": "red"}
 MESSAGES = 4
+ACTIONS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
+"""Forward, backward, and its two halves: gradients of inputs and of weights."""
+MOST_STAGES = 8
 HEAD = 5
 """Lines above the table; its own head is one of them."""
 ORDERS: dict[str, Callable[[RankView], float]] = {
@@ -46,7 +50,8 @@ def render(
         keys: a line that says which there are.
     """
     ranks = in_order(view, order)
-    room = len(ranks) if height is None else max(1, height - HEAD - MESSAGES - 3)
+    stages = _stages(view.timeline, width) if view.timeline is not None else []
+    room = len(ranks) if height is None else max(1, height - HEAD - MESSAGES - 3 - len(stages))
     at = next((i for i, rank in enumerate(ranks) if rank.rank == chosen), 0)
     first = max(0, at - room + 1)
     table = _table(view, ranks[first : first + room], width, chosen)
@@ -57,6 +62,7 @@ def render(
         parts.append(
             Text(f"and {len(hidden)} ranks more{f', {slow} of them slow' if slow else ''}", style="dim")
         )
+    parts += stages
     parts += [_message(when, text, width) for when, text in view.messages[-MESSAGES:]]
     if keys:
         parts.append(Text(keys, style="dim", no_wrap=True, overflow="crop"))
@@ -77,7 +83,7 @@ def _title(view: RunView, width: int) -> Text:
     line.append(f"  {duration(ends - view.started_at)}  {len(view.ranks)} ranks")
     if view.restarts:
         line.append(f"  {view.restarts} restart{'s' * (view.restarts > 1)}", style="yellow")
-    line.append(f"  {printable(str(view.directory))}", style="dim")
+    line.append(f"  {printable(view.called or str(view.directory))}", style="dim")
     line.truncate(width)
     return line
 
@@ -96,12 +102,37 @@ def _progress(view: RunView, width: int) -> Text:
         parts.append(f"{view.samples:.3g} sequences/s")
     if is_number(last.get("lr")):
         parts.append(f"lr {last['lr']:.3g}")
+    if is_number(last.get("mfu")):
+        parts.append(f"MFU {last['mfu']:.1%}")
+    if is_number(last.get("expert_load")):
+        parts.append(f"fullest expert {last['expert_load']:.2g}x its share")
     if view.saved is not None:
         parts.append(f"checkpoint of step {view.saved[0]}, {_ago(view.saved[1])}")
     text = Text("  ".join(parts), no_wrap=True)
     text.truncate(width)
     curve = sparkline(losses, width - 6) if len(losses) > 1 else ""
     return Text("\n", no_wrap=True).join([text, *([Text(f"loss {curve}", style="cyan")] if curve else [])])
+
+
+def _stages(timeline: Timeline, width: int) -> list[RenderableType]:
+    """Return what each stage of the pipeline did when, in one step: a line each, letters for actions."""
+    shown = timeline.spans[:MOST_STAGES]
+    left = len(f"stage {len(shown) - 1} ")
+    columns = max(10, width - left)
+    more = f", and {timeline.stages - len(shown)} stages more" if timeline.stages > len(shown) else ""
+    head = Text(
+        f"{timeline.name}, {timeline.microbatches} microbatches: {timeline.bubble:.0%} idle{more}",
+        style="dim",
+    )
+    lines: list[RenderableType] = [head]
+    for number, spans in enumerate(shown):
+        line = Text(f"stage {number}".ljust(left), no_wrap=True)
+        for column in range(columns):
+            moment = timeline.start + timeline.total * (column + 0.5) / columns
+            kind = next((str(span.action.kind) for span in spans if span.start <= moment < span.end), "")
+            line.append(kind or "·", style=ACTIONS.get(kind, "dim"))
+        lines.append(line)
+    return lines
 
 
 def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Table:

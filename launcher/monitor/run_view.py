@@ -14,14 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, LauncherError
 from launcher.monitor.flight_recorder import COUNTED
+from launcher.pipeline.timeline.recording import read
+from launcher.pipeline.timeline.simulate import Timeline
 
 STATUS = "status.json"
 SILENT_S = 10.0
 """A run that goes on writes its status once a second."""
 TAIL = 1 << 18
 """Bytes of metrics.jsonl that are read: some hundred steps."""
+LARGEST_TIMELINE = 1 << 22
+"""Bytes of the record of a step: some ten thousand actions."""
 LATEST = 1e11
 LARGEST = 1e18
 """What is larger is no time, size or loss of a run."""
@@ -74,6 +78,10 @@ class RunView:
     messages: list[tuple[float, str]]
     records: list[dict[str, Any]] = field(default_factory=list)
     saved: tuple[int, float] | None = None
+    timeline: Timeline | None = None
+    """Of the pipeline's stages, in one of the last steps."""
+    called: str = ""
+    """The run, for people; "": by its directory."""
     samples: float = 0.0
     """Sequences per second, over all ranks."""
 
@@ -86,10 +94,11 @@ class RunView:
                 key: getattr(self, key)
                 for key in ("state", "command", "restarts", "started_at", "written_at")
             },
-            "directory": str(self.directory),
+            "directory": self.called or str(self.directory),
             "samples_per_s": self.samples,
             "last_metrics": self.records[-1] if self.records else None,
             "checkpoint": saved,
+            "pipeline": self.timeline and {"schedule": self.timeline.name, "idle": self.timeline.bubble},
             "messages": [{"at": at, "text": text} for at, text in self.messages],
             "ranks": ranks,
         }
@@ -214,8 +223,19 @@ def _view(status: Path, content: Mapping[str, Any], before: dict[int, Any]) -> R
         messages=[(_moment(message["at"]), str(message["text"])) for message in content["messages"]],
         records=last_records(directory / "metrics.jsonl"),
         saved=saved,
+        timeline=_timeline(directory / "schedule.json", _moment(content["started_at"])),
         samples=samples,
     )
+
+
+def _timeline(path: Path, started_at: float) -> Timeline | None:
+    """Return that of this run; None where it has no stages, or what lies there is of another run."""
+    try:
+        if path.stat().st_size > LARGEST_TIMELINE or path.stat().st_mtime < started_at:
+            return None
+        return read(path)
+    except (OSError, LauncherError):
+        return None
 
 
 def _since(

@@ -19,6 +19,9 @@ from launcher.cluster.run_status import RunStatus
 from launcher.monitor.flight_recorder import StepCounters
 from launcher.monitor.run_screen import ORDERS, render
 from launcher.monitor.run_view import find_status, read_run, sparkline
+from launcher.pipeline.schedules import schedule
+from launcher.pipeline.timeline.recording import write
+from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 
 
 def counters(**more: float) -> StepCounters:
@@ -68,6 +71,29 @@ def test_a_screen_says_it_all(run: Path, width: int) -> None:
     assert "checkpoint of step 10, 7 s ago" in text and "3.00 GiB" in text
     assert "forward 1.67x" in text and "node2 rank 3 is slow" in text
     assert ("stage 1, dp 1" in text) == (width == 160)
+
+
+def test_stages_of_a_pipeline_are_drawn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = simulate(schedule("1f1b", 2, 4), MicrobatchCosts((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), 0.0))
+    write(run / "schedule.json", made)
+    text = screen(run, 80)
+    assert "1f1b, 4 microbatches: 20% idle" in text
+    lanes = [line for line in text.splitlines() if line.startswith("stage ")]
+    assert [lane[8:].rstrip()[0] for lane in lanes] == ["F", "·"]
+    assert all(len(lane) == 80 and {*lane[8:]} == {*"FB·"} for lane in lanes)
+    assert "and 3 ranks more" in screen(run, 80, height=14)  # the stages take lines of the ranks
+    assert main(["top", str(run), "--html", "-"]) == 0
+    assert "<h2>Pipeline</h2>" in (run / "report.html").read_text()
+    (run / "schedule.json").write_text('{"stages": 2, "actions"')
+    assert "idle" not in screen(run, 80)
+
+
+def test_utilisation_and_experts_are_told_where_they_are_known(run: Path) -> None:
+    assert "MFU" not in screen(run, 80)
+    more = {"step": 31, "loss": 2.0, "mfu": 0.4123, "expert_load": 1.84}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(more) + "\n")
+    assert "MFU 41.2%" in screen(run, 160) and "fullest expert 1.8x its share" in screen(run, 160)
 
 
 def test_a_low_terminal_shows_some_ranks_and_says_so(run: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cluster.run_status import RunStatus
 from tests.cluster.launching import ROOT, launch
 from tests.cluster.testbed import Hosts, ended, thorough, wait_for
 
@@ -32,6 +33,24 @@ def test_report_and_ssh_of_several(hosts: Hosts, tmp_path: Path) -> None:
         tmp_path, "ssh", "--hostfile", hostfile, "--include", "node1", "echo $((20+1)); exit 3"
     )
     assert (ssh.code, ssh.out) == (3, "node1: 21\n")
+
+
+def test_a_run_on_other_hosts_is_looked_at(hosts: Hosts, tmp_path: Path) -> None:
+    run, here = tmp_path / "run", tmp_path / "here"
+    for directory in (run / "logs", here):
+        directory.mkdir(parents=True)
+    status = RunStatus("launch train.py")
+    status.begin(str(run / "logs"), [("node1", 1)], [], restarts=0)
+    status.take([{"rank": 0, "pid": 1, "doing": "all_gather", "since_s": 0.1, "counters": None}])
+    status.tick()
+    hostfile = hosts.hostfile(tmp_path, more="nowhere slots=1\n")
+    once = hosts.launch(here, "top", "--hostfile", hostfile, "--once", str(run))
+    assert once.code == 0 and "  node1:/" in once.out and " 0 node1" in once.out, once.errors
+    page = hosts.launch(here, "top", "--hostfile", hostfile, "--html", "page.html", str(run))
+    assert page.code == 0 and "launch train.py" in (here / "page.html").read_text()
+    none = hosts.launch(here, "top", "--hostfile", hostfile, "--once")
+    assert none.code == 2 and "no host of the hostfile has a run (node1: no run; " in none.errors
+    assert hosts.left("node1") == hosts.left("head") == []
 
 
 def test_dry_run_prints_the_commands_and_starts_nothing(tmp_path: Path) -> None:

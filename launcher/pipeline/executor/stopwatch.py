@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stopwatch:
-    """Of one rank. All ranks of a machine have one clock.
+    """Of one rank. All ranks of a machine have one clock, and machines set theirs by the network.
 
     Attributes:
         schedule: of the last step; None before the first one.
@@ -34,7 +34,7 @@ class Stopwatch:
     def begin(self, schedule: PipelineSchedule) -> None:
         """A step begins. The device has nothing to do: its batch has just come."""
         self.schedule, self._marks = schedule, []
-        self._time, self._moment = time.perf_counter(), now(self.device)
+        self._time, self._moment = time.time(), now(self.device)
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
@@ -68,5 +68,5 @@ class Stopwatch:
         return Timeline(made.name, made.stages, made.chunks, made.microbatches, spans)
 
     def _at(self, moment: Moment) -> float:
-        """Seconds on the clock of the machine."""
+        """Return seconds since the epoch."""
         return self._time + seconds_between(self._moment, moment)

@@ -7,6 +7,7 @@ from html import escape
 from launcher.pipeline.schedules.actions import ActionKind
 from launcher.pipeline.timeline.simulate import Timeline
 
+NAMESPACE = "http://www.w3.org/2000/svg"
 WIDTH, LEFT, RIGHT = 1120, 74, 20
 LANE, GAP, TOP = 30, 4, 36  # heights: of a box, between boxes, of title and legend
 AXIS, CAPTION, BETWEEN = 24, 20, 18
@@ -50,7 +51,7 @@ def svg(timeline: Timeline, title: str, other: Timeline | None = None, unit: str
         top += AXIS + BETWEEN
     height = top - BETWEEN + 4
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'<svg xmlns="{NAMESPACE}" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" font-family="Helvetica, Arial, sans-serif">'
     )
     return "\n".join([head, f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *body, "</svg>", ""])

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import LauncherError
+from launcher.files import replace_text
 from launcher.pipeline.schedules.actions import COMPUTE, Action, ActionKind
 from launcher.pipeline.timeline.simulate import Span, Timeline
 
 
 def write(path: str | Path, timeline: Timeline) -> None:
-    """Write the record of a step, one action a line."""
+    """Write the record of a step, one action a line; in one piece, for who reads it while a run goes on."""
     head = {
         "schedule": timeline.name,
         "stages": timeline.stages,
@@ -38,7 +39,7 @@ def write(path: str | Path, timeline: Timeline) -> None:
         for span in spans
     ]
     text = json.dumps(head)[:-1] + ', "actions": [\n' + ",\n".join(rows) + "\n]}\n"
-    Path(path).write_text(text, encoding="utf-8")
+    replace_text(Path(path), text)
 
 
 def read(path: str | Path) -> Timeline:

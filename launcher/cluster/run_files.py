@@ -1,0 +1,105 @@
+"""Sends the files of a run as they change, from the host where `launch` was typed to who looks at it from elsewhere.
+The looking side sends this text over ssh: nothing of ours is needed there. Standard library of any Python 3.
+"""
+
+import contextlib
+import glob
+import json
+import os
+import select
+import sys
+
+EVERY_S = 1.0
+TAIL = 1 << 16
+"""Bytes of a file that grows, and of a log."""
+FOUND = ("logs/status.json", "*/logs/status.json", "runs/*/logs/status.json")
+SENT = {
+    "logs/status.json": 1 << 24,
+    "metrics.jsonl": TAIL,
+    "schedule.json": 1 << 22,
+    "config.json": 1 << 20,
+    "logs/stacks.txt": 1 << 22,
+}
+"""File -> the bytes that are sent at most."""
+
+
+def serve(hello):  # type: ignore[no-untyped-def]
+    """Send what is there, and then what changes, until the input ends.
+
+    Args:
+        hello: the first line: `directory` to begin in, and `run`, a directory; None: the newest one below.
+    """
+    run, orders = newest(hello), b""
+    known = {}  # type: ignore[var-annotated]
+    tell({"is": "run", "directory": run, "written": written(run) if run else 0})
+    while True:
+        if run:
+            send_changed(run, known)
+        if not select.select([0], [], [], EVERY_S)[0]:
+            continue
+        text = os.read(0, 1 << 16)
+        if not text:
+            return
+        *lines, orders = (orders + text).split(b"\n")
+        for line in lines:
+            run = obey(json.loads(line), run)
+
+
+def newest(hello):  # type: ignore[no-untyped-def]
+    """Return the directory of the run, absolute; None where there is none."""
+    with contextlib.suppress(OSError):  # it may be named by an absolute path
+        os.chdir(hello["directory"])
+    under = [os.path.join(hello["run"], FOUND[0])] if hello["run"] else FOUND
+    found = [path for pattern in under for path in glob.glob(pattern)]
+    return (
+        os.path.dirname(os.path.dirname(os.path.abspath(max(found, key=os.path.getmtime)))) if found else None
+    )
+
+
+def written(run):  # type: ignore[no-untyped-def]
+    return os.path.getmtime(os.path.join(run, "logs", "status.json"))
+
+
+def send_changed(run, known):  # type: ignore[no-untyped-def]
+    for name, most in SENT.items():
+        path = os.path.join(run, name)
+        try:
+            stat = os.stat(path)
+            if known.get(name) != (stat.st_mtime_ns, stat.st_size):
+                tell({"is": "file", "name": name, "text": tail(path, most)})
+                known[name] = stat.st_mtime_ns, stat.st_size
+        except OSError:
+            continue
+
+
+def obey(order, run):  # type: ignore[no-untyped-def]
+    """Do what is asked for, and return the run's directory."""
+    run = order.get("run", run)
+    if "log" in order and run:
+        for path in sorted(
+            glob.glob(os.path.join(glob.escape(run), "logs", "*rank{}.log".format(int(order["log"]))))
+        )[:1]:
+            tell({"is": "log", "rank": order["log"], "text": tail(path, TAIL)})
+    if order.get("stacks") and run:
+        # another user's run: its stacks are not for us
+        with contextlib.suppress(OSError), open(os.path.join(run, "logs", "stacks.asked"), "a"):
+            pass
+    return run
+
+
+def tail(path, most):  # type: ignore[no-untyped-def]
+    """Return the end of a file; of a longer one without the line that is cut."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - most))
+        data = file.read(most)
+    return (data if size <= most else data.partition(b"\n")[2]).decode("utf-8", "replace")
+
+
+def tell(message):  # type: ignore[no-untyped-def]
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if "hello" in globals():  # set by the one line that runs this text
+    serve(globals()["hello"])

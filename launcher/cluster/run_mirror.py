@@ -1,0 +1,184 @@
+"""`RunMirror`: the files of a run on other hosts, kept up to date in a directory here, for `launch top --hostfile`.
+
+Each host of the hostfile sends over ssh what it has (`run_files.py`). The run is the newest one of all of them; the
+others have logs of its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from launcher.cluster import runners
+from launcher.cluster.hostfile import Host
+from launcher.cluster.run_status import FILE
+from launcher.errors import ConfigError, printable
+from launcher.files import replace_text
+
+FILES = ("logs/status.json", "metrics.jsonl", "schedule.json", "config.json", "logs/stacks.txt")
+ANSWER_S = 15.0
+"""How long hosts are waited for."""
+LONGEST_LINE = 1 << 26
+
+
+class RunMirror:
+    """Copies of a run's files; use it as a context manager.
+
+    Args:
+        run: its directory on the host where `launch` was typed; None: the newest one below the same directory as here.
+    """
+
+    def __init__(self, hosts: Sequence[Host], options: runners.RunnerOptions, run: str | None) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="launch-top-")
+        self.directory = Path(self._temporary.name)
+        (self.directory / "logs").mkdir()
+        self._changed = threading.Condition()
+        code = Path(__file__).with_name("run_files.py").read_text(encoding="utf-8")
+        hello = {"code": code, "directory": os.getcwd(), "run": run}
+        self._hosts = [_Host(self, host, options, hello) for host in hosts]
+        self._of: _Host | None = None  # the one that has the run
+
+    @property
+    def status(self) -> Path:
+        """Return the copy of the run's status."""
+        return self.directory / "logs" / FILE
+
+    @property
+    def called(self) -> str:
+        """Return the host and directory of the run."""
+        return "" if self._of is None else printable(f"{self._of.name}:{self._of.directory}")
+
+    def wait(self) -> None:
+        """Wait until the hosts have answered, and the status of the newest run among them is here.
+
+        Raises:
+            ConfigError: no host has one.
+        """
+        ends = time.monotonic() + ANSWER_S
+        with self._changed:
+            while not all(host.answered for host in self._hosts) and (left := ends - time.monotonic()) > 0:
+                self._changed.wait(left)
+            there = [host for host in self._hosts if host.directory]
+            if there:
+                self._of = max(there, key=lambda host: host.written)
+                self._write(self._of)
+                for host in self._hosts:
+                    host.order({"run": self._of.directory})
+            while (
+                self._of is not None and not self.status.is_file() and (left := ends - time.monotonic()) > 0
+            ):
+                self._changed.wait(left)
+        if self._of is None or not self.status.is_file():
+            why = "; ".join(f"{host.name}: {host.problem or 'no run'}" for host in self._hosts[:4])
+            raise ConfigError(
+                f"no host of the hostfile has a run ({printable(why)})",
+                where="launch top --hostfile",
+                fix="name the directory of a run, as it is called on the host where `launch` was typed",
+            )
+
+    def ask_stacks(self) -> None:
+        """Have the run write the stacks of its ranks."""
+        if self._of is not None:
+            self._of.order({"stacks": True})
+
+    def ask_log(self, rank: int) -> None:
+        """Have the end of a rank's log copied here, from the host that has it."""
+        for host in self._hosts:
+            host.order({"log": rank})
+
+    def take(self, host: _Host, message: Mapping[str, Any]) -> None:
+        """Note what a host says. Files of the run are taken from the host that has it alone."""
+        with self._changed:
+            if message["is"] == "run":
+                host.answered, host.directory = True, message["directory"]
+                host.written = float(message["written"])
+            elif message["is"] == "log":
+                replace_text(
+                    self.directory / "logs" / f"rank{int(message['rank'])}.log", str(message["text"])
+                )
+            elif message["is"] == "file" and message["name"] in FILES:
+                host.files[message["name"]] = str(message["text"])
+            self._write(host)
+            self._changed.notify_all()
+
+    def _write(self, host: _Host) -> None:
+        if host is self._of:
+            for name, text in host.files.items():
+                replace_text(self.directory / name, text)
+            host.files.clear()
+
+    def lose(self, host: _Host, why: str) -> None:
+        """Note that a host sends nothing more."""
+        with self._changed:
+            host.answered, host.problem = True, why
+            self._changed.notify_all()
+
+    def __enter__(self) -> RunMirror:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for host in self._hosts:
+            host.close()
+        self._temporary.cleanup()
+
+
+class _Host:
+    """The connection to a host.
+
+    Attributes:
+        answered: it has said whether it has a run, or is lost.
+        directory: of the newest run there; None: none.
+        files: that have come, and were not written yet.
+    """
+
+    def __init__(
+        self, mirror: RunMirror, host: Host, options: runners.RunnerOptions, hello: Mapping[str, Any]
+    ) -> None:
+        self.name, self.answered, self.problem = host.name, False, ""
+        self.directory: str | None = None
+        self.written = 0.0
+        self.files: dict[str, str] = {}
+        self._process = subprocess.Popen(
+            runners.command("ssh", host, options),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the screen
+        )
+        self.order(hello)
+        threading.Thread(target=self._listen, args=[mirror], daemon=True).start()
+
+    def order(self, order: Mapping[str, Any]) -> None:
+        """Send one line; nothing where the host is lost."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _listen(self, mirror: RunMirror) -> None:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        why = ""
+        try:
+            while line := self._process.stdout.readline(LONGEST_LINE):
+                if line.startswith(b"{"):  # else a greeting of its shell
+                    mirror.take(self, json.loads(line))
+        except (ValueError, LookupError, TypeError, OSError) as error:
+            why = f"it sends what is no message: {error}"
+            self._process.kill()
+        last = self._process.stderr.read(1 << 16).decode(errors="replace").strip().splitlines()
+        mirror.lose(self, why or (last[-1] if last else "the connection has ended"))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
