@@ -26,7 +26,7 @@ from launcher.cluster.runners import RunnerOptions
 from launcher.errors import printable
 from launcher.monitor.run_report import REPORT, run_report
 from launcher.monitor.run_screen import in_order, render
-from launcher.monitor.run_view import RunView, find_status, read_run
+from launcher.monitor.run_view import Estimate, RunView, find_status, read_estimate, read_run
 
 EVERY_S = 1.0
 STACKS_S = 5.0
@@ -54,6 +54,11 @@ def top_parser() -> FlagParser:
         help="the run was started on one of these hosts; looks there over ssh",
     )
     parser.add_argument("--ssh_port", type=int, metavar="P", help="with --hostfile: the port of ssh")
+    parser.add_argument(
+        "--estimate",
+        metavar="FILE",
+        help="what `launch memory-estimate --json` said: memory is shown against it",
+    )
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--once", action="store_true", help="print one screen and end")
     once.add_argument(
@@ -66,12 +71,13 @@ def top_parser() -> FlagParser:
 def top(argv: Sequence[str]) -> int:
     """Run `launch top [RUN_DIR] [--once | --json | --html FILE]`."""
     flags = top_parser().parse_args(argv)
+    estimate = None if flags.estimate is None else read_estimate(Path(flags.estimate))
     if flags.hostfile is None:
-        return _show(flags, RunFiles(find_status(flags.run)))
+        return _show(flags, RunFiles(find_status(flags.run), estimate))
     options = RunnerOptions(ssh_port=flags.ssh_port)
     with RunMirror(read_hostfile(flags.hostfile), options, flags.run) as mirror:
         mirror.wait()
-        return _show(flags, MirroredFiles(mirror))
+        return _show(flags, MirroredFiles(mirror, estimate))
 
 
 class RunFiles:
@@ -83,12 +89,12 @@ class RunFiles:
 
     called = ""
 
-    def __init__(self, status: Path) -> None:
-        self.status = status
+    def __init__(self, status: Path, estimate: Estimate | None = None) -> None:
+        self.status, self._estimate = status, estimate
 
     def read(self, before: RunView | None = None, counters: dict[int, Any] | None = None) -> RunView:
         """Return what the files say now; see `read_run`."""
-        return replace(read_run(self.status, before, counters), called=self.called)
+        return replace(read_run(self.status, before, counters), called=self.called, estimate=self._estimate)
 
     def ask_stacks(self) -> None:
         """Have the run write the stacks of its ranks."""
@@ -102,8 +108,8 @@ class RunFiles:
 class MirroredFiles(RunFiles):
     """The same of a run on another host."""
 
-    def __init__(self, mirror: RunMirror) -> None:
-        super().__init__(mirror.status)
+    def __init__(self, mirror: RunMirror, estimate: Estimate | None) -> None:
+        super().__init__(mirror.status, estimate)
         self._mirror, self.called = mirror, mirror.called
         self.ask_stacks, self.ask_log = mirror.ask_stacks, mirror.ask_log  # type: ignore[method-assign]
 

@@ -16,7 +16,7 @@ from launcher.errors import printable
 from launcher.files import read_small, replace_text
 from launcher.monitor.metrics import is_number
 from launcher.monitor.progress import duration, short_number
-from launcher.monitor.run_view import SHARES, RankView, RunView, last_records, read_run
+from launcher.monitor.run_view import SHARES, RankView, RunView, estimated, last_records, read_run
 from launcher.pipeline.timeline.picture import NAMESPACE, svg
 from launcher.pipeline.timeline.simulate import Timeline
 from launcher.sizes import in_words
@@ -75,7 +75,7 @@ def run_report(view: RunView) -> str:
         '<p class="key">'
         + "".join(f'<span style="background:{COLOURS[n]}"></span>{n}' for n in SHARES)
         + "</p>",
-        _ranks(view.ranks),
+        _ranks(view),
         _pipeline(view.timeline),
         "<h2>Messages</h2>",
         _messages(view.messages),
@@ -158,16 +158,24 @@ def _number(value: float) -> str:
     return short_number(value) if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _ranks(ranks: Sequence[RankView]) -> str:
+def _peak(rank: RankView, expected: int | None) -> str:
+    if not rank.peak:
+        return ""
+    return in_words(rank.peak) + (
+        f", {rank.peak / expected:.0%} of {in_words(expected)} estimated" if expected else ""
+    )
+
+
+def _ranks(view: RunView) -> str:
     names = ("rank", "host", "place", "steps", "s/step", "time", "wait", "peak memory", "")
     numbers = {"rank", "steps", "s/step", "wait", "peak memory"}
     rows = ["<tr>" + "".join(f'<th class="{"n" * (n in numbers)}">{n}</th>' for n in names) + "</tr>"]
-    for rank in ranks:
+    for rank in view.ranks:
         slow = "" if rank.slow is None else f"{rank.slow['phase']} {rank.slow['ratio']:.2f}x the others"
         cells = (
             rank.rank, _text(rank.host), _text(rank.place), "" if rank.step is None else rank.step,
             "" if rank.seconds is None else f"{rank.seconds:.3g}", _bar(rank),
-            f"{rank.shares['wait']:.0%}" if rank.seconds else "", in_words(rank.peak) if rank.peak else "",
+            f"{rank.shares['wait']:.0%}" if rank.seconds else "", _peak(rank, estimated(view, rank.rank)),
             f'<span class="slow">{_text(slow)}</span>',
         )  # fmt: skip
         row = zip(names, cells, strict=True)

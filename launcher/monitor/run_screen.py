@@ -12,7 +12,7 @@ from rich.text import Text
 from launcher.errors import printable
 from launcher.monitor.metrics import is_number
 from launcher.monitor.progress import duration, short_number
-from launcher.monitor.run_view import SHARES, RankView, RunView, sparkline
+from launcher.monitor.run_view import SHARES, RankView, RunView, estimated, sparkline
 from launcher.pipeline.timeline.simulate import Timeline
 from launcher.sizes import in_words
 
@@ -151,7 +151,12 @@ def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Tab
     bar = 40 if wide else 20 if width >= 70 else 6
     table.add_column(_legend(bar), no_wrap=True, min_width=bar)
     table.add_column("wait", justify="right", no_wrap=True, min_width=4)
-    table.add_column("memory", justify="right", no_wrap=True, min_width=8)
+    table.add_column(
+        "memory" if view.estimate is None else "peak, of est.",
+        justify="right",
+        no_wrap=True,
+        min_width=8 if view.estimate is None else 13,
+    )
     table.add_column("", no_wrap=True, overflow="ellipsis")
     ended = view.state not in ("starting", "running", "silent")
     for rank in ranks:
@@ -164,11 +169,18 @@ def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Tab
             "" if rank.seconds is None else f"{rank.seconds:.3g}",
             _bar(rank, bar),
             f"{rank.shares['wait']:.0%}" if rank.seconds else "",
-            in_words(rank.memory) if rank.memory else "",
+            _memory(rank, estimated(view, rank.rank)),
             _note(rank, ended=ended),
         ]
         table.add_row(*cells, style="reverse" if rank.rank == chosen else None)
     return table
+
+
+def _memory(rank: RankView, expected: int | None) -> str:
+    """Return what a rank holds; with an estimate its peak, and what part of the estimate that is."""
+    if not rank.memory or not expected:
+        return in_words(rank.memory) if rank.memory else ""
+    return f"{in_words(rank.peak)} {rank.peak / expected:.0%}"
 
 
 def _legend(width: int) -> Text:

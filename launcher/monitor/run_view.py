@@ -32,6 +32,10 @@ LARGEST = 1e18
 SHARES = ("compute", "wait", "checkpoint", "other")
 
 
+Estimate = Sequence[tuple[int, int]]
+"""(rank, bytes) of some ranks, by rank."""
+
+
 @dataclass(frozen=True)
 class RankView:
     """A rank, and where its time goes.
@@ -80,6 +84,7 @@ class RunView:
     saved: tuple[int, float] | None = None
     timeline: Timeline | None = None
     """Of the pipeline's stages, in one of the last steps."""
+    estimate: Estimate | None = None
     called: str = ""
     """The run, for people; "": by its directory."""
     samples: float = 0.0
@@ -102,6 +107,29 @@ class RunView:
             "messages": [{"at": at, "text": text} for at, text in self.messages],
             "ranks": ranks,
         }
+
+
+def read_estimate(path: Path) -> Estimate:
+    """Return what `launch memory-estimate --json` has printed: (rank, bytes at its peak), by rank.
+
+    Raises:
+        ConfigError: the file is none of that.
+    """
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)["per_rank"]
+        return sorted((int(each["rank"]), int(_number(each["peak_bytes"]))) for each in told)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is no estimate: {error}",
+            where="--estimate",
+            fix="write one: launch memory-estimate --json ... > FILE",
+        ) from error
+
+
+def estimated(view: RunView, rank: int) -> int | None:
+    """Return the bytes that a rank was to need; of ranks of one pipeline stage the first one has been estimated."""
+    known = [peak for first, peak in view.estimate or () if first <= rank]
+    return known[-1] if known else None
 
 
 def find_status(given: str | None) -> Path:

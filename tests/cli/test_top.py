@@ -88,6 +88,21 @@ def test_stages_of_a_pipeline_are_drawn(run: Path, capsys: pytest.CaptureFixture
     assert "idle" not in screen(run, 80)
 
 
+def test_memory_is_shown_against_an_estimate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "estimate.json"
+    told = [{"rank": 0, "peak_bytes": 5 << 30}, {"rank": 2, "peak_bytes": 4 << 30}]  # of each stage
+    file.write_text(json.dumps({"per_rank": told}))
+    assert main(["top", str(run), "--once", "--estimate", str(file)]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if "node" in line]
+    assert ["80%" in line for line in shown[:4]] == [True, True, False, False]
+    assert ["100%" in line for line in shown[:4]] == [False, False, True, True]
+    assert main(["top", str(run), "--html", "-", "--estimate", str(file)]) == 0
+    assert "4.00 GiB, 80% of 5.00 GiB estimated" in (run / "report.html").read_text()
+    file.write_text("[1]")
+    assert main(["top", str(run), "--estimate", str(file)]) == 2
+    assert "is no estimate" in capsys.readouterr().err
+
+
 def test_utilisation_and_experts_are_told_where_they_are_known(run: Path) -> None:
     assert "MFU" not in screen(run, 80)
     more = {"step": 31, "loss": 2.0, "mfu": 0.4123, "expert_load": 1.84}
