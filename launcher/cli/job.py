@@ -34,11 +34,13 @@ from launcher.cluster.hostfile import Host
 from launcher.cluster.node import Node
 from launcher.cluster.node_group import NodeGroup, NodeTimeouts
 from launcher.cluster.node_spec import NodeSpec
+from launcher.cluster.ray_nodes import RayNodes, ask_ray
 from launcher.cluster.rendezvous import RendezvousOptions
 from launcher.cluster.secret import secrets_of
 from launcher.cluster.selection import select
 from launcher.cluster.sync_manifest import SyncManifest, pack
 from launcher.cluster.wire import Message
+from launcher.errors import ConfigError
 from launcher.replica import RUN
 
 if TYPE_CHECKING:
@@ -77,6 +79,8 @@ class Job:
     output_dir: Path | None = None
     """The run's directory, once it is made."""
 
+    ray: RayNodes | None = field(init=False)
+
     id: str = field(default_factory=lambda: os.environ.get(RUN) or uuid.uuid4().hex)
     """The same for all ranks, in all attempts, and for all replicas."""
 
@@ -84,7 +88,9 @@ class Job:
         flags = self.flags
         self.asked = environment.asked_for(flags.export, os.environ)
         self.runner = flags.launcher.lower() if flags.launcher else "ssh"
-        self.hosts = hosts_of(flags, self.runner)
+        self.device = (self.run.is_ours and value_of(self.run.arguments, "--device")) or flags.device
+        self.ray = _nodes_of_ray(flags, self.device) if self.runner == "ray" else None
+        self.hosts = hosts_of(flags, self.runner) if self.ray is None else self.ray.hosts
         # Which slots a host without a hostfile has is seen there.
         self.late_choice = not self.hosts[0].slots
         if not self.late_choice:
@@ -94,7 +100,6 @@ class Job:
         check_bounds(flags, len(self.hosts))
         if not flags.no_ssh and any(not self.is_here(host) for host in self.hosts):
             runners.check_runner(self.runner)
-        self.device = (self.run.is_ours and value_of(self.run.arguments, "--device")) or flags.device
         files = self._files()
         if flags.sync is not None:
             self.sync_manifest = pack(files, flags.sync or None, os.getcwd())
@@ -169,6 +174,7 @@ class Job:
             ssh_port=flags.ssh_port,
             venv_script=flags.venv_script,
             connect_s=self.timeouts.connect_s,
+            ray=self.ray,
         )
 
     def hello(self, node: Node) -> Message:
@@ -230,4 +236,20 @@ class Job:
         """Return whether a host is this machine, which needs no ssh."""
         if self.flags.no_ssh:
             return host == self.hosts[0]
+        if self.ray is not None:  # which knows what else runs here
+            return False
         return not self.flags.force_multi and host.name in (THIS_MACHINE, "127.0.0.1", socket.gethostname())
+
+
+def _nodes_of_ray(flags: argparse.Namespace, device: str | None) -> RayNodes:
+    """Return the nodes that Ray gives for these flags."""
+    for name in ("hostfile", "include", "exclude", "no_ssh"):
+        if getattr(flags, name):
+            raise ConfigError(
+                f"--{name} and --launcher ray both say which nodes there are",
+                fix=f"leave --{name} out; --num_nodes and --num_gpus say how many Ray is asked for",
+            )
+    slots = flags.num_gpus if isinstance(flags.num_gpus, int) else None
+    nodes = ask_ray(flags.address, flags.num_nodes, slots, device)
+    logger.info("Ray has given %s", ", ".join(f"{host.name} ({len(host.slots)})" for host in nodes.hosts))
+    return nodes

@@ -133,7 +133,13 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument(
         "--launcher",
         metavar="NAME",
-        help="how nodes are reached: ssh (default), pdsh, slurm, openmpi, mpich, impi",
+        help="how nodes are reached: ssh (default), pdsh, slurm, openmpi, mpich, impi, ray",
+    )
+    hosts.add_argument(
+        "--address",
+        metavar="A",
+        default="auto",
+        help="with --launcher ray: the cluster (default: that of this machine)",
     )
     hosts.add_argument("--launcher_args", metavar="TEXT", help="extra arguments for ssh, srun or mpirun")
     hosts.add_argument(

@@ -134,7 +134,7 @@ def _launch(argv: list[str]) -> int:
     outcome = front_end.run()
     sys.stdout.flush()
     if run.is_ours and front_end.status.file is not None and replica_of()[0] == 0:
-        from launcher.monitor.run_report import write_report
+        from launcher.top.run_report import write_report
 
         try:
             if (page := write_report(front_end.status.file)) is not None:

@@ -24,9 +24,9 @@ from launcher.cluster.run_mirror import RunMirror
 from launcher.cluster.run_status import ASKED, STACKS
 from launcher.cluster.runners import RunnerOptions
 from launcher.errors import printable
-from launcher.monitor.run_report import REPORT, run_report
-from launcher.monitor.run_screen import in_order, render
-from launcher.monitor.run_view import Estimate, RunView, find_status, read_estimate, read_run
+from launcher.top.run_report import REPORT, run_report
+from launcher.top.run_screen import in_order, render
+from launcher.top.run_view import EstimatedPeaks, RunView, find_status, read_estimate, read_run
 
 EVERY_S = 1.0
 STACKS_S = 5.0
@@ -89,7 +89,7 @@ class RunFiles:
 
     called = ""
 
-    def __init__(self, status: Path, estimate: Estimate | None = None) -> None:
+    def __init__(self, status: Path, estimate: EstimatedPeaks | None = None) -> None:
         self.status, self._estimate = status, estimate
 
     def read(self, before: RunView | None = None, counters: dict[int, Any] | None = None) -> RunView:
@@ -108,7 +108,7 @@ class RunFiles:
 class MirroredFiles(RunFiles):
     """The same of a run on another host."""
 
-    def __init__(self, mirror: RunMirror, estimate: Estimate | None) -> None:
+    def __init__(self, mirror: RunMirror, estimate: EstimatedPeaks | None) -> None:
         super().__init__(mirror.status, estimate)
         self._mirror, self.called = mirror, mirror.called
         self.ask_stacks, self.ask_log = mirror.ask_stacks, mirror.ask_log  # type: ignore[method-assign]

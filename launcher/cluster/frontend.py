@@ -20,6 +20,8 @@ from launcher.cluster.run_status import RunStatus
 from launcher.cluster.signals import Interrupted, Signals
 from launcher.cluster.wire import Message
 
+MEETINGS = 3
+"""In a restart: how often nodes are brought together while one after the other is lost."""
 logger = logging.getLogger("launcher")
 
 
@@ -147,12 +149,23 @@ class FrontEnd:
             logger.warning("%s", outcome.message)
             logger.warning("restart %d of %d", self.restarts, self.max_restarts)
             self._signals.held = self.node_group.ending = False
-            self._bring_back()
-            changed = self._choose()
-            met = self._meet()
+            changed, met = self._meet_again()
             self._prepare()
             if changed:
                 shares = self.assign_shares(self)
+
+    def _meet_again(self) -> tuple[bool, rendezvous.RendezvousAddress]:
+        """Return whether the nodes of the next attempt are others than before, and where they meet. A node whose loss
+        is noticed only now, after its ranks were stopped, is one more that has to come back."""
+        changed = False
+        for tries_left in reversed(range(MEETINGS)):
+            self._bring_back()
+            changed |= self._choose()
+            met = rendezvous.meet(self.node_group, self.meeting, self._signals.look_up)
+            if not (tries_left and any(node.lost is not None for node in self.node_group.nodes)):
+                break
+        self.judge(self.node_group.nodes)
+        return changed, met
 
     def _bring_back(self) -> None:
         """Connect again to the nodes that are not there.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from launcher.cluster import dial
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import ONE_LINE
+from launcher.cluster.ray_nodes import RayNodes
 from launcher.errors import ConfigError
 
 
@@ -29,6 +30,8 @@ class RunnerOptions:
     """A shell script that is read on the node first."""
     python: str = field(default=sys.executable)
     connect_s: float = 9.0
+    ray: RayNodes | None = None
+    """The nodes that Ray has given, for its runner."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,11 @@ def _impi(host: Host, settings: RunnerOptions) -> list[str]:
     return [*_mpich(host, settings)[:5], "-genv", "I_MPI_PIN", "0", *settings.extra, *_python(settings)]
 
 
+def _ray(host: Host, settings: RunnerOptions) -> list[str]:
+    assert settings.ray is not None, "Ray was asked for nodes"
+    return settings.ray.command(host, ["sh", "-c", _shell_line(settings, dial.one_line())])
+
+
 RUNNERS = {
     "ssh": Runner(_ssh, "ssh"),
     "pdsh": Runner(_pdsh, "pdsh", dials=True),
@@ -126,6 +134,7 @@ RUNNERS = {
     "openmpi": Runner(_openmpi, "mpirun"),
     "mpich": Runner(_mpich, "mpirun"),
     "impi": Runner(_impi, "mpirun"),
+    "ray": Runner(_ray, sys.executable, dials=True),
 }
 HERE = Runner(_here, sys.executable)
 """This machine, without any program in between."""

@@ -17,11 +17,11 @@ from launcher.cli.main import main
 from launcher.cli.top import _Screen
 from launcher.cluster.run_status import RunStatus
 from launcher.monitor.flight_recorder import StepCounters
-from launcher.monitor.run_screen import ORDERS, render
-from launcher.monitor.run_view import find_status, read_run, sparkline
 from launcher.pipeline.schedules import schedule
 from launcher.pipeline.timeline.recording import write
 from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
+from launcher.top.run_screen import ORDERS, render
+from launcher.top.run_view import find_status, read_run, sparkline
 
 
 def counters(**more: float) -> StepCounters:

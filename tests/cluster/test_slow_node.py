@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.cluster.run_status import LONG
-from launcher.monitor.run_view import find_status, read_run
+from launcher.top.run_view import find_status, read_run
 from tests.cluster.launching import wait_for
 from tests.cluster.test_elastic import free_port, node
 

@@ -16,10 +16,10 @@ from launcher.errors import printable
 from launcher.files import read_small, replace_text
 from launcher.monitor.metrics import is_number
 from launcher.monitor.progress import duration, short_number
-from launcher.monitor.run_view import SHARES, RankView, RunView, estimated, last_records, read_run
 from launcher.pipeline.timeline.picture import NAMESPACE, svg
 from launcher.pipeline.timeline.simulate import Timeline
 from launcher.sizes import in_words
+from launcher.top.run_view import SHARES, RankView, RunView, estimated, last_records, read_run
 
 COLOURS = {"compute": "#3a7d44", "wait": "#e0a458", "checkpoint": "#3d6fb6", "other": "#c4ccd4"}
 CURVES = {

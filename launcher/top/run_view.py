@@ -32,7 +32,7 @@ LARGEST = 1e18
 SHARES = ("compute", "wait", "checkpoint", "other")
 
 
-Estimate = Sequence[tuple[int, int]]
+EstimatedPeaks = Sequence[tuple[int, int]]
 """(rank, bytes) of some ranks, by rank."""
 
 
@@ -84,7 +84,7 @@ class RunView:
     saved: tuple[int, float] | None = None
     timeline: Timeline | None = None
     """Of the pipeline's stages, in one of the last steps."""
-    estimate: Estimate | None = None
+    estimate: EstimatedPeaks | None = None
     called: str = ""
     """The run, for people; "": by its directory."""
     samples: float = 0.0
@@ -109,7 +109,7 @@ class RunView:
         }
 
 
-def read_estimate(path: Path) -> Estimate:
+def read_estimate(path: Path) -> EstimatedPeaks:
     """Return what `launch memory-estimate --json` has printed: (rank, bytes at its peak), by rank.
 
     Raises:

@@ -12,9 +12,9 @@ from rich.text import Text
 from launcher.errors import printable
 from launcher.monitor.metrics import is_number
 from launcher.monitor.progress import duration, short_number
-from launcher.monitor.run_view import SHARES, RankView, RunView, estimated, sparkline
 from launcher.pipeline.timeline.simulate import Timeline
 from launcher.sizes import in_words
+from launcher.top.run_view import SHARES, RankView, RunView, estimated, sparkline
 
 MARKS = {
     "compute": ("█", "green"),

@@ -1,0 +1,201 @@
+"""Ray as a way to nodes: asks a Ray cluster for nodes, and starts a command on each when it is told to.
+
+The front end starts this program, and owns it: when its input ends, Ray takes back the placement group, and ends what
+runs in it. It needs Ray and nothing of ours. It prints one JSON object: `hosts`, or `problem` and `fix`. Then it serves
+a socket: a client sends {"host", "argv"} on one line, and gets what the command prints; when it leaves, the command is
+ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import IO, Any
+
+ANSWER_S = 5.0
+NO_CLUSTER = "start launch on a node of the cluster (ray start ...), or name it: --address HOST:6379"
+PLACED_S = 60.0
+"""How long Ray has to find room."""
+
+
+class NoRoomError(Exception):
+    """What Ray cannot give, and what to do."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.what, self.fix = what, fix
+
+
+class Command:
+    """A command on a node, as an actor there."""
+
+    def address(self) -> str:
+        """Return where this node is."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def run(self, argv: list[str]) -> Iterator[bytes]:
+        """Yield what the command prints, line by line. It dies with this process: Ray ends that, and no children."""
+        import ctypes
+        import signal
+        import subprocess
+
+        def tie() -> None:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            with contextlib.suppress(PermissionError):  # Ray's workers yield to everything else
+                os.setpriority(os.PRIO_PROCESS, 0, 0)
+
+        environment = {
+            name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+        }  # Ray's own
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=tie,
+        )
+        assert process.stdout is not None
+        yield from process.stdout
+        if code := process.wait():
+            yield f"it ended with {code}\n".encode()
+
+
+def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
+    """Return (address, slots, actor) of each node that Ray gives.
+
+    Args:
+        asked: `address` of the cluster; `nodes` and `slots` (None: all); `device`, "cpu" or "GPU".
+    """
+    try:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    except ImportError as error:
+        raise NoRoomError(f"Ray is not installed here: {error}", "pip install ray") from None
+    _check_answers(asked["address"])
+    try:
+        ray.init(address=asked["address"], log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise NoRoomError(
+            f"there is no Ray cluster at {asked['address']}: {error}",
+            NO_CLUSTER,
+        ) from None
+    kind = "CPU" if asked["device"] == "cpu" else "GPU"
+    there = sorted(
+        (int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]), reverse=True
+    )
+    there = [count for count in there if count]
+    nodes = asked["nodes"] or len(there)
+    slots = asked["slots"] or (there[nodes - 1] if 0 < nodes <= len(there) else 0)
+    fitting = sum(count >= slots for count in there)
+    if not slots or fitting < nodes:
+        raise NoRoomError(
+            f"the Ray cluster has {len(there)} nodes with {kind}s ({', '.join(map(str, there[:8])) or 'none'}), and "
+            f"{nodes} with {slots or 'some'} each are asked for",
+            "ask for fewer: --num_nodes, --num_gpus; --device cpu counts CPUs",
+        )
+    group = placement_group([{kind: float(slots)}] * nodes, strategy="STRICT_SPREAD")
+    if not group.wait(PLACED_S):
+        raise NoRoomError(
+            f"Ray has found no room for {nodes} nodes with {slots} {kind}s each within {PLACED_S:g} s",
+            "other jobs use them: see `ray status`; ask for fewer, or wait",
+        )
+    actors = []
+    for index in range(nodes):
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        amount = {"num_cpus": slots} if kind == "CPU" else {"num_cpus": 0, "num_gpus": slots}
+        actors.append(
+            ray.remote(Command).options(scheduling_strategy=where, max_restarts=-1, **amount).remote()
+        )
+    addresses = ray.get([actor.address.remote() for actor in actors], timeout=PLACED_S)
+    return [(address, slots, actor) for address, actor in zip(addresses, actors, strict=True)]
+
+
+def _check_answers(address: str) -> None:
+    """Raise NoRoomError where nobody answers at HOST:PORT; Ray itself would wait for a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():  # "auto", or a URL
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise NoRoomError(f"there is no Ray cluster at {address}: {error}", NO_CLUSTER) from None
+
+
+def serve(server: socket.socket, actors: dict[str, Any]) -> None:
+    """Answer clients."""
+    while True:
+        client, _ = server.accept()
+        threading.Thread(target=_answer, args=[client, actors], daemon=True).start()
+
+
+def _answer(client: socket.socket, actors: dict[str, Any]) -> None:
+    import ray
+
+    with client, client.makefile("rb") as lines, contextlib.suppress(OSError):
+        order = json.loads(lines.readline())
+        actor = actors[order["host"]]
+        said = actor.run.options(num_returns="streaming").remote(order["argv"])
+        threading.Thread(target=_end_with, args=[lines, actor], daemon=True).start()
+        try:
+            for line in said:
+                client.sendall(ray.get(line))
+        except ray.exceptions.RayError as error:
+            client.sendall(f"Ray has lost the node: {str(error).splitlines()[0]}\n".encode())
+
+
+def _end_with(lines: Any, actor: Any) -> None:
+    """End the command when its client leaves; Ray starts the actor anew, for the next one."""
+    import ray
+
+    with contextlib.suppress(OSError, ValueError):
+        while lines.read(1 << 16):
+            pass
+    with contextlib.suppress(Exception):
+        ray.kill(actor, no_restart=False)
+
+
+def main() -> None:
+    """Read what is asked for, tell what Ray gives, and serve until the input ends."""
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray prints is not for the front end
+    asked = json.loads(sys.stdin.readline())
+    with tempfile.TemporaryDirectory(prefix="launch-ray-") as directory:
+        # From now on: Ray may be waited for long, and must not outlive who waits.
+        threading.Thread(target=_leave_with_front_end, args=[directory], daemon=True).start()
+        _serve_what_ray_gives(asked, f"{directory}/socket", told)
+
+
+def _leave_with_front_end(directory: str) -> None:
+    sys.stdin.read()
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+def _serve_what_ray_gives(asked: dict[str, Any], path: str, told: IO[str]) -> None:
+    try:
+        placed = place(asked)
+    except NoRoomError as error:
+        print(json.dumps({"problem": error.what, "fix": error.fix}), file=told, flush=True)
+        raise SystemExit(1) from None
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    os.chmod(path, 0o600)
+    server.listen()
+    hosts = [[address, slots] for address, slots, _ in placed]
+    print(json.dumps({"hosts": hosts, "socket": path}), file=told, flush=True)
+    serve(server, {address: actor for address, _, actor in placed})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The front end's side of `--launcher ray`: the nodes that Ray gives, and the command that reaches one."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.cluster.hostfile import Host
+from launcher.errors import ConfigError
+
+CLIENT = """\
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as broker:
+    broker.connect(sys.argv[1])
+    broker.sendall(json.dumps({"host": sys.argv[2], "argv": sys.argv[3:]}).encode() + b"\\n")
+    while data := broker.recv(1 << 16):
+        os.write(1, data)
+"""
+"""What is run for each node: passes on what the broker tells of it, and leaves when it is killed."""
+
+
+@dataclass(frozen=True)
+class RayNodes:
+    """Nodes of a Ray cluster that are this run's until this process ends.
+
+    Args:
+        socket: of the broker (`ray_broker.py`).
+    """
+
+    hosts: list[Host]
+    socket: str
+
+    def command(self, host: Host, argv: list[str]) -> list[str]:
+        """Return what runs a command on a host, with its output as its own."""
+        return [sys.executable, "-c", CLIENT, self.socket, host.name, *argv]
+
+
+def ask_ray(address: str, nodes: int | None, slots: int | None, device: str | None) -> RayNodes:
+    """Ask a Ray cluster for nodes.
+
+    Args:
+        address: of the cluster; "auto": the one that this machine belongs to.
+        nodes, slots: how many nodes, and GPUs (on a CPU: cores) of each; None: all.
+
+    Raises:
+        ConfigError: there is no cluster, or no room in it.
+    """
+    asked = {"address": address, "nodes": nodes, "slots": slots, "device": device}
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the broker)
+    broker = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("ray_broker.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        start_new_session=True,  # Ctrl-C is for the front end
+    )
+    assert broker.stdin and broker.stdout
+    atexit.register(_end, broker)
+    broker.stdin.write(json.dumps(asked).encode() + b"\n")
+    broker.stdin.flush()
+    try:
+        told = json.loads(broker.stdout.readline())
+    except ValueError:
+        errors.seek(0)
+        last = errors.read().decode(errors="replace").strip().splitlines()
+        told = {"problem": last[-1] if last else "the broker has ended", "fix": "see `ray status`"}
+    if "problem" in told:
+        raise ConfigError(told["problem"], where="--launcher ray", fix=told["fix"])
+    return RayNodes([Host(name, tuple(range(count))) for name, count in told["hosts"]], told["socket"])
+
+
+def _end(broker: subprocess.Popen[bytes]) -> None:
+    assert broker.stdin is not None
+    broker.stdin.close()
+    try:
+        broker.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        broker.kill()
