@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.checkpoint.tags import latest_tag
 from launcher.comm import all_reduce, log_summary
 from launcher.comm.plain import gather_plain
 from launcher.data.identity import Identity
 from launcher.data.loader import GlobalBatchLoader
-from launcher.data.tokenizer import fingerprint, save_tokenizer
+from launcher.data.tokenizer import save_tokenizer
 from launcher.data.vocabulary import check_vocabulary
 from launcher.engine import Engine, report
-from launcher.engine.background_saves import choose_background
 from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
-from launcher.engine.nonfinite_tracer import weights_are_finite
-from launcher.engine.state import keep_state
 from launcher.engine.token_weights import learned_tokens, token_weights
-from launcher.errors import CheckpointError, ConfigError, NotFiniteError
+from launcher.errors import ConfigError
 from launcher.experts.load import ExpertLoad
 from launcher.monitor.memory import peak_memory_bytes
 from launcher.monitor.metrics import read_metrics
@@ -34,14 +28,12 @@ from launcher.monitor.plot import plot_loss
 from launcher.monitor.summary import RankMemory, print_summary, write_summary
 from launcher.monitor.trace import Trace
 from launcher.optim.loss_scale import LossScaleExhausted
-from launcher.resuming import Resuming
+from launcher.recipe_state import RecipeState
 from launcher.run import Run
 from launcher.training_log import METRICS, TIMELINE, TrainingLog
 
 if TYPE_CHECKING:
     from launcher.replica_run import ReplicaRun
-
-EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
 
 
 @dataclass
@@ -65,14 +57,11 @@ class Training:
     name: str
     tokenizer: Any = None
     loader: GlobalBatchLoader = field(init=False)
-    identity: Identity = field(init=False)
+    state: RecipeState = field(init=False)
     expert_load: ExpertLoad = field(init=False)
     width: int = field(init=False)  # tokens of a sequence, before a curriculum
-    tokens: int = field(default=0, init=False)
     stalled_s: float = field(default=0.0, init=False)  # told of
-    saves_chosen: bool = field(default=False, init=False)
     replica: ReplicaRun | None = field(default=None, init=False)  # of several (`fault_tolerance`)
-    nonfinite: int = field(default=0, init=False)  # steps in a row, up to the last one
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -86,7 +75,6 @@ class Training:
             seed=self.run.args.seed,
             reads=engine.is_first_stage(),
         )
-        self.identity = Identity.of(self.train_set, self.run.args.seed)
         section = engine.resolved.expert_parallel
         self.expert_load = ExpertLoad(
             engine.module, engine.mesh, section.capacity_factor or 0.0, section.degree
@@ -97,6 +85,10 @@ class Training:
             check_vocabulary(data, config.get_text_config().vocab_size)
         row = collate([self.train_set[0]])
         self.width = row["input_ids"].shape[1]
+        identity = Identity.of(self.train_set, self.run.args.seed)
+        self.state = RecipeState(
+            self.run, engine, self.loader, identity, self.total_steps, self.tokenizer, self.width
+        )
         self._check_length()
         if POSITIONS in row:
             check_kept_apart(engine, engine.train_micro_batch_size_per_gpu(), self.width)
@@ -125,7 +117,7 @@ class Training:
         self.run.take_over()  # now that model and data are loaded: a run that cannot start replaces nothing
         self.run.write_config(self.engine.config)
         if self.run.replicas == 1:
-            self._resume()
+            self.state.resume()
         elif not self._join():
             return
         log = TrainingLog(self.run, self.engine, self.total_steps, self.width)
@@ -134,10 +126,10 @@ class Training:
         steps = self.loader.steps()
         self.engine.telemetry.say = log.say
         with log, self._trace() as trace:
-            while self.engine.global_steps < self.total_steps and not self._diverged():
+            while self.engine.global_steps < self.total_steps and not self.state.diverged:
                 self.run.check_ownership()
                 if self.replica is not None:
-                    self.replica.admit(self._client_state)
+                    self.replica.admit(self.state.client_state)
                 place = self.loader.state_dict()
                 try:
                     with trace.step(self.engine.global_steps + 1):
@@ -145,15 +137,15 @@ class Training:
                 except LossScaleExhausted as error:
                     self.loader.load_state_dict(place)
                     if self._leads:
-                        self._save_last(error)
+                        self.state.save_last(error)
                     raise
                 if self._due(self.run.args.eval_every) and self.eval_set is not None:
                     record["eval_loss"] = self.evaluate()
                 log.note(record, leads=self._leads)
                 if self._due(self.run.args.save_every) and self._leads:
-                    self.save()
+                    self.state.save()
                 elif self.run.memory is not None and self._due(self.run.config.checkpoint.peer_memory.every):
-                    self._keep()
+                    self.state.keep()
                 if self._stops():
                     self._save_and_leave()
         log.close()
@@ -171,7 +163,7 @@ class Training:
         from launcher.replica_run import ReplicaRun
 
         self.replica = ReplicaRun(self.engine)
-        self._choose_background()
+        self.state.choose_background()
         try:
             self.replica.join(self._begin, self._take_state, self.run.say)
         except RunIsOver:
@@ -183,11 +175,11 @@ class Training:
     def _begin(self) -> None:
         """Nobody trains: begin with the newest checkpoint, which all replicas see now."""
         self.run.look_again()
-        self._resume()
+        self.state.resume()
 
     def _take_state(self, client: dict[str, Any]) -> None:
         self.loader.load_state_dict(client["data"])
-        self.tokens = client["tokens"]
+        self.state.tokens = client["tokens"]
 
     @property
     def _leads(self) -> bool:
@@ -199,7 +191,7 @@ class Training:
         return self.replica.told.stops if self.replica is not None else self.run.stop_requested()
 
     def _save_and_leave(self) -> None:
-        saved = not self._leads or self.save()
+        saved = not self._leads or self.state.save()
         self.engine.saver.wait()
         how = "saved after" if saved else "stopped, and not saved, after"
         self.engine.telemetry.say(f"SIGTERM: {how} step {self.engine.global_steps}")
@@ -229,16 +221,16 @@ class Training:
         if self.replica is not None:
             mean_loss, replicas = self.replica.told.loss, self.replica.told.members
         seen = engine.train_batch_size() * replicas * min(seqlen or self.width, self.width)
-        self.tokens += seen
+        self.state.tokens += seen
         norm = engine.get_global_grad_norm()
-        self._look(mean_loss, norm)
+        self.state.look(mean_loss, norm)
         seconds = time.perf_counter() - began
         record: dict[str, Any] = {
             "step": engine.global_steps,
             "loss": mean_loss,
             "grad_norm": norm,
             "lr": lr,
-            "tokens": self.tokens,
+            "tokens": self.state.tokens,
             "tokens_per_s": seen / seconds,
             "step_time_s": seconds,
         }
@@ -255,24 +247,10 @@ class Training:
             record["phases_ms"] = engine.get_wall_clock_timers()
         return record
 
-    def _look(self, loss: float, norm: float | None) -> None:
-        """Count steps in a row that are not finite. Those that a dynamic loss scale skips are its way to its size."""
-        skipped = self.engine.loss_scaler.dynamic and not self.engine.was_step_applied()
-        fine = math.isfinite(loss) and (norm is None or math.isfinite(norm))
-        self.nonfinite = 0 if fine or skipped else self.nonfinite + 1
-
-    def _diverged(self) -> bool:
-        return self.nonfinite >= self.run.args.max_nonfinite_steps
-
     def _sum(self, value: float) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.engine.device)
         all_reduce(tensor, self.engine.mesh.dp, "root/metrics").wait()
         return float(tensor)
-
-    def _collect_garbage(self) -> None:
-        """Between steps, where it costs no step time, when the collector is off."""
-        if self.engine.resolved.disable_python_gc:
-            self.engine.collect_python_gc()
 
     def _due(self, every: int | None) -> bool:
         return every is not None and every > 0 and self.engine.global_steps % every == 0
@@ -281,7 +259,7 @@ class Training:
     def evaluate(self, most_batches: int = 32) -> float:
         """Token-weighted mean loss over the first sequences of the eval set, the same ones on every topology."""
         engine = self.engine
-        self._collect_garbage()
+        self.state.collect_garbage()
         engine.eval()
         micro, axis = engine.train_micro_batch_size_per_gpu(), engine.mesh.dp
         rows = min(len(self.eval_set), most_batches * micro)
@@ -298,99 +276,12 @@ class Training:
         engine.telemetry.evaluated(engine, mean)
         return mean
 
-    # ---- saving -----------------------------------------------------------------------------
-
-    def save(self, tag: str | None = None) -> bool:
-        """Write a checkpoint of everything that the run needs to go on; false where the last step or the weights are
-        not finite, so that the checkpoint before stays the latest one. Every rank must call it."""
-        self._collect_garbage()
-        self._choose_background()
-        if not self._is_sound():
-            self.engine.telemetry.say(f"step {self.engine.global_steps} is not saved: it is not finite")
-            return False
-        self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=self._client_state())
-        return True
-
-    def _keep(self) -> None:
-        """Keep the state in the memory of the nodes, if it is finite. Every rank must call it."""
-        self._choose_background()
-        if self._is_sound():
-            keep_state(self.engine, self._client_state())
-
-    def _client_state(self) -> dict[str, Any]:
-        return {
-            "data": self.loader.state_dict(),
-            "data_of": self.identity.write(),
-            "tokens": self.tokens,
-            "total_steps": self.total_steps,
-            "tokenizer": self._tokenizer(),
-            "batch_keys": self.run.batch_keys,
-            "replicas": self.run.replicas,
-        }
-
-    def _choose_background(self) -> None:
-        """At the first save, when the optimizer has its state: choose how checkpoints are written. Collective."""
-        if not self.saves_chosen and (line := choose_background(self.engine)):
-            self.engine.telemetry.say(line)
-        self.saves_chosen = True
-
-    def _is_sound(self) -> bool:
-        """Return whether the last step and the weights after it are finite. Every rank must call it."""
-        return self.nonfinite == 0 and weights_are_finite(self.engine)
-
-    def _save_last(self, error: LossScaleExhausted) -> None:
-        """A checkpoint of the state before the step that cannot be done."""
-        tag = f"global_step{self.engine.global_steps}_{EXHAUSTED}"
-        if self.save(tag):
-            self.engine.saver.wait()
-            before = self.run.checkpoints / tag
-            error.fix = f"{error.fix}; go on from the state before this step: --resume {before}"
-
-    def _resume(self) -> None:
-        if self.run.memory is not None:
-            self.engine.saver.memory = self.run.memory
-        resuming = self.run.resuming
-        if resuming is None:
-            return
-        self._check_tokenizer(resuming)
-        path, client = self.engine.load_checkpoint(
-            resuming.directory, resuming.tag, allow_model_changes=self.run.args.allow_model_changes
-        )
-        if resuming.is_of_recipe:
-            place, self.tokens = client["data"], client["tokens"]
-        else:  # how much was read, and not what
-            place, self.tokens = self.loader.after(resuming.samples), resuming.samples * self.width
-        if not self.identity.is_other(was := client.get("data_of")):
-            self.loader.load_state_dict(place)
-        for line in self.identity.changes(was, place):
-            self.run.say(f"WARNING {line}")
-        in_memory = self.run.memory is not None and resuming.directory == self.run.memory.directory
-        source = "the memory of the nodes" if in_memory else path
-        self.run.say(f"resumed from {source} at step {self.engine.global_steps}")
-        if self.engine.global_steps >= self.total_steps:
-            self.run.say(
-                f"WARNING the run has {self.total_steps} steps in all, and they are made: nothing is trained"
-            )
-
-    def _check_tokenizer(self, resuming: Resuming) -> None:
-        was, now = resuming.client_state.get("tokenizer"), self._tokenizer()
-        if None in (was, now) or was == now or self.run.args.allow_model_changes:
-            return
-        raise ConfigError(
-            "the checkpoint was trained with another tokenizer: its tokens mean something else to the model",
-            where="--tokenizer",
-            fix="name the one that it was trained with, or pass --allow-model-changes",
-        )
-
-    def _tokenizer(self) -> str | None:
-        return None if self.tokenizer is None else fingerprint(self.tokenizer)
-
     def _finish(self) -> None:
         self.engine.saver.wait()  # an error names the last checkpoint
-        output, failure = self.run.output_dir, None if self._is_sound() else self._failure()
+        output, failure = self.run.output_dir, None if self.state.is_sound() else self.state.failure()
         if failure is None:
             if self.engine.global_steps and not self._due(self.run.args.save_every):
-                self.save()
+                self.state.save()
             self.engine.save_16bit_model(self.run.model_dir)
         self.engine.saver.wait()
         ranks, parameters = self._memory(), report.parameters(self.engine)
@@ -410,25 +301,6 @@ class Training:
         self.engine.telemetry.close()
         dist.barrier()
         self.run.give_back()
-
-    def _failure(self) -> NotFiniteError:
-        """Why this run has no model to show."""
-        step, tag = self.engine.global_steps, None
-        with suppress(CheckpointError):  # why this run ends says more
-            tag = latest_tag(self.run.checkpoints)
-        count = f"the last {self.nonfinite} steps are" if self.nonfinite > 1 else "the last step is"
-        what = f"{count} not finite" if self.nonfinite else "the weights are not finite"
-        back = (
-            f"the checkpoint before is {self.run.checkpoints / tag}"
-            if tag
-            else "there is no checkpoint before"
-        )
-        return NotFiniteError(
-            f"{what}: training ends after step {step}, and no model is exported",
-            where=f"{self.run.output_dir / METRICS}; {back}",
-            fix="lower the learning rate, clip gradients, or look at the data of these steps"
-            + ("; go on from there with --resume" if tag else ""),
-        )
 
     def _memory(self) -> list[RankMemory]:
         held = self.engine.held_bytes()

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.distributed.checkpoint import Metadata, StorageReader
 
-from launcher.checkpoint import tags
 from launcher.checkpoint.checksums import check_blocks
 from launcher.checkpoint.deepspeed.files import is_deepspeed
+from launcher.checkpoint.meta_file import read_meta
 from launcher.checkpoint.names import are_torchtitan, fsdp_directories
 from launcher.checkpoint.reader import SafeReader
 from launcher.errors import CheckpointError
@@ -67,7 +67,7 @@ def check_bytes(where: Path, share: int, shares: int) -> None:
 
         fsdp.check_bytes(where, share, shares)
     else:
-        check_blocks(where, tags.read_meta(where).files, share, shares)
+        check_blocks(where, read_meta(where).files, share, shares)
 
 
 def reader_of(where: Path, metadata: Metadata) -> StorageReader:

@@ -25,9 +25,11 @@ from torch.distributed.checkpoint import Metadata
 
 from launcher.checkpoint import store, tags
 from launcher.checkpoint.checksums import FileChecksum, check_blocks, check_sizes
+from launcher.checkpoint.meta_file import read_meta, write_meta
 from launcher.checkpoint.names import META_FILE, METADATA_FILE
 from launcher.checkpoint.ranks import CollectiveErrors, members_of_nodes, node_groups
 from launcher.checkpoint.reader import TensorLoadPlanner, read_metadata
+from launcher.checkpoint.save_checks import written_bytes
 from launcher.checkpoint.writer import write_files
 from launcher.cluster.node_spec import MEMORY_VARIABLE
 from launcher.comm.plain import broadcast_from_first, gather_plain
@@ -119,7 +121,7 @@ class PeerMemory:
 
     def _has_room(self, tensors: store.TensorMap) -> bool:
         """Return whether every node has room for the files of its ranks and for as many of another node's."""
-        mine = store.written_bytes(tensors)
+        mine = written_bytes(tensors)
         needed = sum(self._ranks.of_sharing(mine)) * (2 if self.keeps_copies else 1)
         free = shutil.disk_usage(self.directory).free
         lacking = [said for said in gather_plain([needed, free], self._ranks.group) if said[0] > said[1]]
@@ -140,7 +142,7 @@ class PeerMemory:
         if ranks.first:
             (place / METADATA_FILE).write_bytes(b64decode(text))
             stamps = {file: stamp for of_one in every for file, stamp in of_one.items()}
-            tags.write_meta(place, stamps, dict(meta), {"tag": name})
+            write_meta(place, stamps, dict(meta), {"tag": name})
 
     def _copies(self, every: Sequence[Mapping[str, FileChecksum]]) -> Iterator[Move]:
         """Yield what goes to the next node: from each rank to one there."""
@@ -189,7 +191,7 @@ class PeerMemory:
         if not any(META_FILE in files for files in held):
             return None
         self._bring(step, [[META_FILE] for _ in self._nodes])
-        content = self._ranks.together(lambda: tags.read_meta(self.directory / step))
+        content = self._ranks.together(lambda: read_meta(self.directory / step))
         lost = [name for name in content.files if not any(name in files for files in held)]
         if not lost:
             self._bring(step, [[METADATA_FILE] for _ in self._nodes])
@@ -215,7 +217,7 @@ class PeerMemory:
         found: dict[str, dict[str, int]] = {}
         for place in sorted(self.directory.glob(f"{PREFIX}*")):
             try:
-                stamps = tags.read_meta(place).files
+                stamps = read_meta(place).files
             except CheckpointError as error:
                 logger.warning("%s: %s in memory cannot be used: %s", self._key, place.name, error.what)
                 continue
@@ -264,7 +266,7 @@ class PeerMemory:
 
     def _compare(self, place: Path, names: Sequence[str]) -> None:
         if names:
-            stamps = tags.read_meta(place).files
+            stamps = read_meta(place).files
             check_blocks(place, {name: stamps[name] for name in names if name != META_FILE})
 
 

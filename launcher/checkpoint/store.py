@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from launcher.checkpoint import formats, tags
 from launcher.checkpoint.checksums import FileChecksum, check_sizes
+from launcher.checkpoint.meta_file import read_meta, write_meta
 from launcher.checkpoint.ranks import CollectiveErrors, Disagreement
 from launcher.checkpoint.reader import (
     TensorLoadPlanner,
@@ -30,7 +30,13 @@ from launcher.checkpoint.reader import (
     quietly,
     read_metadata,
 )
-from launcher.checkpoint.slices import FlatSlice
+from launcher.checkpoint.save_checks import (
+    TensorMap,
+    check_separate,
+    check_space,
+    check_visible,
+    shared_by_nodes,
+)
 from launcher.checkpoint.tags import latest_tag, list_tags
 from launcher.checkpoint.writer import PartialPlanner, Stamps, write_files
 from launcher.errors import CheckpointError
@@ -49,7 +55,6 @@ __all__ = [
 
 logger = logging.getLogger("launcher")
 
-TensorMap = Mapping[str, torch.Tensor | FlatSlice]
 T = TypeVar("T")
 
 
@@ -96,10 +101,10 @@ def save(
     try:
         ranks.on_first(lambda: _start(path, tag, ranks))
         temporary = tags.temporary_path(path, tag)
-        ranks.together(lambda: _check_visible(temporary))
+        ranks.together(lambda: check_visible(temporary))
         if node is not None:
-            _check_separate(temporary, ranks)
-        _check_space(temporary, tensors, ranks)
+            check_separate(temporary, ranks)
+        check_space(temporary, tensors, ranks)
         metadata, stamps = ranks.together(lambda: _write(temporary, tensors, ranks))
         if node is None:
             ranks.together(lambda: _check_complete(metadata))
@@ -166,7 +171,7 @@ def peek(directory: Path, tag: str | None) -> dict[str, Any]:
         raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
     formats.refuse_torchtitan(where)
     meta = formats.foreign_meta(where)
-    return tags.read_meta(where).meta if meta is None else meta
+    return read_meta(where).meta if meta is None else meta
 
 
 def has_latest(directory: Path) -> bool:
@@ -196,7 +201,7 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
         if tell and note:
             logger.warning(note)
         return chosen, meta
-    content = tags.read_meta(where)
+    content = read_meta(where)
     if content.tag not in (None, tags.tag_of(where)):
         raise CheckpointError(
             f"{where / tags.META_FILE} belongs to the checkpoint {content.tag!r}, but its directory is named "
@@ -316,59 +321,7 @@ def _start(path: Path, tag: str, ranks: CollectiveErrors) -> None:
     try:
         tags.start(path, tag)
     except tags.WrittenByAnother as error:
-        raise (error if ranks.node is None else _shared(path)) from error
-
-
-def _shared(directory: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{directory} is shared by several nodes.",
-        where="checkpoint.use_node_local_storage",
-        fix="save to a directory on each node's own disk, or write false: all nodes then save together",
-    )
-
-
-def written_bytes(tensors: TensorMap) -> int:
-    """Return the bytes that this rank writes of them, as far as they are many."""
-    return sum(tensor.written_bytes for tensor in tensors.values() if isinstance(tensor, FlatSlice))
-
-
-def _check_space(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> None:
-    """Before a byte is written: the disk has room for it, as far as is known. Collective."""
-    needed = sum(ranks.of_sharing(written_bytes(tensors)))
-
-    def look() -> None:
-        free = shutil.disk_usage(temporary).free
-        if needed > free:
-            raise CheckpointError(
-                f"The checkpoint takes {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB left.",
-                where=str(temporary.parent),
-                fix="free some space or save elsewhere; earlier checkpoints are intact. checkpoint.keep_last deletes "
-                "old ones when a newer one is complete",
-            )
-
-    ranks.on_first(look)
-
-
-def _check_visible(temporary: Path) -> None:
-    if not temporary.is_dir():
-        raise CheckpointError(
-            f"{temporary} was created by rank 0 but is not visible here.",
-            where=str(temporary.parent),
-            fix="save to a file system that all nodes share",
-        )
-
-
-def _check_separate(temporary: Path, ranks: CollectiveErrors) -> None:
-    """Each node leaves a mark; in a directory that nodes share there is another one, or none."""
-    mark = temporary / f".node-of-rank-{ranks.rank}"
-    ranks.on_first(mark.touch)
-
-    def look() -> None:
-        if len(list(temporary.glob(".node-of-rank-*"))) != 1 or not mark.exists():
-            raise _shared(temporary.parent)
-
-    ranks.on_first(look)
-    ranks.on_first(mark.unlink)
+        raise (error if ranks.node is None else shared_by_nodes(path)) from error
 
 
 def _write(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> tuple[Metadata, Stamps]:
@@ -402,5 +355,5 @@ def _write_meta(temporary: Path, files: Stamps, meta: dict[str, Any], latest: bo
         )
     tag = tags.tag_of(temporary)
     more = {"tag": tag, "saved_at_ns": time.time_ns(), "torch": torch.__version__, "latest": latest}
-    tags.write_meta(temporary, files, meta, more)
+    write_meta(temporary, files, meta, more)
     return sum(there.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launcher.config.fault_tolerance import CheckpointConfig
 from launcher.config.monitor import FlopsProfilerConfig
 from launcher.config.optimizer import OptimizerConfig
 from launcher.config.parallelism import ContextParallelConfig, PartitionConfig, PipelineConfig
@@ -23,7 +24,6 @@ from launcher.config.scheduler import (
 from launcher.config.section import Section
 from launcher.config.small_sections import (
     ActivationCheckpointingConfig,
-    CheckpointConfig,
     DataEfficiencyConfig,
     SeqlenConfig,
 )

@@ -16,7 +16,7 @@ from launcher.config.check import Examined, examine
 from launcher.config.conversions import convert
 from launcher.config.document import Document
 from launcher.config.elasticity import ElasticityConfig
-from launcher.config.fault_tolerance import FaultToleranceConfig
+from launcher.config.fault_tolerance import CheckpointConfig, FaultToleranceConfig, ReplicaCheckConfig
 from launcher.config.monitor import (
     CometConfig,
     CommsLoggerConfig,
@@ -39,11 +39,9 @@ from launcher.config.scheduler import SchedulerConfig
 from launcher.config.section import Count, Dtype, Section, lower
 from launcher.config.small_sections import (
     ActivationCheckpointingConfig,
-    CheckpointConfig,
     CompileConfig,
     DataEfficiencyConfig,
     ExpertParallelConfig,
-    ReplicaCheckConfig,
 )
 from launcher.config.source import file_of, read
 from launcher.config.zero import ZeroConfig

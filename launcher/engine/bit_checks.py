@@ -19,7 +19,7 @@ from launcher.comm.plain import gather_plain
 from launcher.errors import LauncherError
 
 if TYPE_CHECKING:
-    from launcher.config.small_sections import ReplicaCheckConfig
+    from launcher.config.fault_tolerance import ReplicaCheckConfig
     from launcher.engine.core import EngineCore
     from launcher.zero.features.resting import RestingValues
 

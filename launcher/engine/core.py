@@ -10,9 +10,9 @@ The second way knows the whole step in advance, so it alone may step weights dur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from launcher.engine.bit_checks import BitChecks
 from launcher.engine.clipping import Clipping
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
-from launcher.engine.engine_getters import EngineGetters
+from launcher.engine.engine_getters import EngineGetters, ModuleHolder
 from launcher.engine.finite import check_scales, skips_overflow, tell_overflow
 from launcher.engine.gradient_plan import GradientPlan
 from launcher.engine.nonfinite_tracer import NonFiniteTracer
@@ -45,25 +45,6 @@ from launcher.zero.reduce import BackwardPlan
 if TYPE_CHECKING:
     from launcher.checkpoint.saver import Saver
     from launcher.zero.features.versions import Versions
-
-
-class ModuleHolder(nn.Module):
-    """A module around another one, `module`, that answers for the names of that, too."""
-
-    explain: ClassVar[Callable[[str], AttributeError] | None] = None
-    """Makes the error of a name that neither of the two has; whoever gives it other names sets it."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            module = super().__getattr__("module")
-            explain = type(self).explain
-            if explain is None or hasattr(module, name):
-                return getattr(module, name)
-            raise explain(name) from None
 
 
 class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHolder):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 
 from launcher.comm import Mesh
 from launcher.config import Config
@@ -20,6 +22,25 @@ from launcher.zero import ZeroModel
 
 if TYPE_CHECKING:
     from launcher.zero.features.versions import Versions
+
+
+class ModuleHolder(nn.Module):
+    """A module around another one, `module`, that answers for the names of that, too."""
+
+    explain: ClassVar[Callable[[str], AttributeError] | None] = None
+    """Makes the error of a name that neither of the two has; whoever gives it other names sets it."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            module = super().__getattr__("module")
+            explain = type(self).explain
+            if explain is None or hasattr(module, name):
+                return getattr(module, name)
+            raise explain(name) from None
 
 
 class EngineGetters(ConfigGetters):

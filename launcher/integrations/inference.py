@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from launcher.comm import pick_device
-from launcher.engine.core import ModuleHolder
+from launcher.engine.engine_getters import ModuleHolder
 from launcher.errors import ConfigError
 from launcher.integrations.enumerations import DtypeEnum
 from launcher.integrations.processes import logger

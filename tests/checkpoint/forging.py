@@ -6,19 +6,20 @@ import json
 from pathlib import Path
 
 from launcher.checkpoint import checksums, tags
+from launcher.checkpoint.meta_file import read_meta, write_meta
 
 
 def agree(checkpoint: Path, name: str) -> None:
     """Let meta.json agree with a changed file, so that what is tested is the file's reader."""
-    found, content = tags.read_meta(checkpoint), (checkpoint / name).read_bytes()
+    found, content = read_meta(checkpoint), (checkpoint / name).read_bytes()
     stamp = checksums.FileChecksum(len(content), (checksums.digest(content),) if content else ())
     more = {"tag": found.tag, "saved_at_ns": found.saved_at_ns, "latest": found.latest}
-    tags.write_meta(checkpoint, {**found.files, name: stamp}, found.meta, more)
+    write_meta(checkpoint, {**found.files, name: stamp}, found.meta, more)
 
 
 def of_first_format(checkpoint: Path) -> None:
     """Write meta.json as it was before there were checksums."""
-    found = tags.read_meta(checkpoint)
+    found = read_meta(checkpoint)
     content = {
         "format": 1,
         "saved_at_ns": found.saved_at_ns,

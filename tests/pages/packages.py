@@ -13,7 +13,7 @@ PACKAGE = ROOT / "launcher"
 ORDER = ["errors", "files", "sizes", "owner", "scratch", "hub", "replica", "monitor", "arguments", "config",
          "comm", "cluster", "data", "models", "checkpointing", "tensor", "sequence", "experts", "pipeline", "pipe",
          "offload", "zero", "checkpoint", "earlier_run", "optim", "engine", "estimate", "plan", "resuming", "run",
-         "replica_run", "training_log", "train", "integrations", "top", "cli"]  # fmt: skip
+         "replica_run", "training_log", "recipe_state", "train", "integrations", "top", "cli"]  # fmt: skip
 # The same for the folders inside a package; what lies beside them is for all of them.
 INSIDE = {"pipeline": ["schedules", "timeline", "executor", "partition", "hf", "sequential"]}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

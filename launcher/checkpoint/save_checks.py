@@ -1,0 +1,70 @@
+"""What is looked at before a checkpoint is written: room on the disk, and whose directory it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from launcher.checkpoint.ranks import CollectiveErrors
+from launcher.checkpoint.slices import FlatSlice
+from launcher.errors import CheckpointError
+
+TensorMap = Mapping[str, torch.Tensor | FlatSlice]
+
+
+def shared_by_nodes(directory: Path) -> CheckpointError:
+    """Return the error of a directory that is not each node's own."""
+    return CheckpointError(
+        f"{directory} is shared by several nodes.",
+        where="checkpoint.use_node_local_storage",
+        fix="save to a directory on each node's own disk, or write false: all nodes then save together",
+    )
+
+
+def written_bytes(tensors: TensorMap) -> int:
+    """Return the bytes that this rank writes of them, as far as they are many."""
+    return sum(tensor.written_bytes for tensor in tensors.values() if isinstance(tensor, FlatSlice))
+
+
+def check_space(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> None:
+    """Raise CheckpointError, before a byte is written, where the disk has no room for it, as far as is known.
+    Collective."""
+    needed = sum(ranks.of_sharing(written_bytes(tensors)))
+
+    def look() -> None:
+        free = shutil.disk_usage(temporary).free
+        if needed > free:
+            raise CheckpointError(
+                f"The checkpoint takes {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB left.",
+                where=str(temporary.parent),
+                fix="free some space or save elsewhere; earlier checkpoints are intact. checkpoint.keep_last deletes "
+                "old ones when a newer one is complete",
+            )
+
+    ranks.on_first(look)
+
+
+def check_visible(temporary: Path) -> None:
+    """Raise CheckpointError where this node does not see what rank 0 has made."""
+    if not temporary.is_dir():
+        raise CheckpointError(
+            f"{temporary} was created by rank 0 but is not visible here.",
+            where=str(temporary.parent),
+            fix="save to a file system that all nodes share",
+        )
+
+
+def check_separate(temporary: Path, ranks: CollectiveErrors) -> None:
+    """Raise CheckpointError where nodes share a directory. Each leaves a mark: there is another one then, or none."""
+    mark = temporary / f".node-of-rank-{ranks.rank}"
+    ranks.on_first(mark.touch)
+
+    def look() -> None:
+        if len(list(temporary.glob(".node-of-rank-*"))) != 1 or not mark.exists():
+            raise shared_by_nodes(temporary.parent)
+
+    ranks.on_first(look)
+    ranks.on_first(mark.unlink)

@@ -1,0 +1,174 @@
+"""What a recipe goes on from: the engine's state, the place in the data, and whether both are sound."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.checkpoint.tags import latest_tag
+from launcher.data.identity import Identity
+from launcher.data.loader import GlobalBatchLoader
+from launcher.data.tokenizer import fingerprint
+from launcher.engine import Engine
+from launcher.engine.background_saves import choose_background
+from launcher.engine.nonfinite_tracer import weights_are_finite
+from launcher.engine.state import keep_state
+from launcher.errors import CheckpointError, ConfigError, NotFiniteError
+from launcher.optim.loss_scale import LossScaleExhausted
+from launcher.resuming import Resuming
+from launcher.run import Run
+from launcher.training_log import METRICS
+
+EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
+
+
+@dataclass
+class RecipeState:
+    """Saves and loads a run.
+
+    Args:
+        loader, identity: of the training data: the place in it, and what it is.
+        total_steps: of the whole run.
+        tokenizer: of a run that has one.
+        width: tokens of a sequence.
+
+    Attributes:
+        tokens: seen so far, over all ranks.
+        nonfinite: steps in a row, up to the last one.
+    """
+
+    run: Run
+    engine: Engine
+    loader: GlobalBatchLoader
+    identity: Identity
+    total_steps: int
+    tokenizer: Any
+    width: int
+    tokens: int = 0
+    nonfinite: int = 0
+    saves_chosen: bool = False
+
+    def look(self, loss: float, norm: float | None) -> None:
+        """Count steps in a row that are not finite. Those that a dynamic loss scale skips are its way to its size."""
+        skipped = self.engine.loss_scaler.dynamic and not self.engine.was_step_applied()
+        fine = math.isfinite(loss) and (norm is None or math.isfinite(norm))
+        self.nonfinite = 0 if fine or skipped else self.nonfinite + 1
+
+    @property
+    def diverged(self) -> bool:
+        """Return whether so many steps in a row were not finite that training must end."""
+        return self.nonfinite >= self.run.args.max_nonfinite_steps
+
+    def save(self, tag: str | None = None) -> bool:
+        """Write a checkpoint of everything that the run needs to go on; false where the last step or the weights are
+        not finite, so that the checkpoint before stays the latest one. Every rank must call it."""
+        self.collect_garbage()
+        self.choose_background()
+        if not self.is_sound():
+            self.engine.telemetry.say(f"step {self.engine.global_steps} is not saved: it is not finite")
+            return False
+        self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=self.client_state())
+        return True
+
+    def keep(self) -> None:
+        """Keep the state in the memory of the nodes, if it is finite. Every rank must call it."""
+        self.choose_background()
+        if self.is_sound():
+            keep_state(self.engine, self.client_state())
+
+    def client_state(self) -> dict[str, Any]:
+        """Return what a checkpoint has beside the state of the engine."""
+        return {
+            "data": self.loader.state_dict(),
+            "data_of": self.identity.write(),
+            "tokens": self.tokens,
+            "total_steps": self.total_steps,
+            "tokenizer": self.fingerprint(),
+            "batch_keys": self.run.batch_keys,
+            "replicas": self.run.replicas,
+        }
+
+    def choose_background(self) -> None:
+        """At the first save, when the optimizer has its state: choose how checkpoints are written. Collective."""
+        if not self.saves_chosen and (line := choose_background(self.engine)):
+            self.engine.telemetry.say(line)
+        self.saves_chosen = True
+
+    def is_sound(self) -> bool:
+        """Return whether the last step and the weights after it are finite. Every rank must call it."""
+        return self.nonfinite == 0 and weights_are_finite(self.engine)
+
+    def save_last(self, error: LossScaleExhausted) -> None:
+        """Write a checkpoint of the state before the step that cannot be done."""
+        tag = f"global_step{self.engine.global_steps}_{EXHAUSTED}"
+        if self.save(tag):
+            self.engine.saver.wait()
+            before = self.run.checkpoints / tag
+            error.fix = f"{error.fix}; go on from the state before this step: --resume {before}"
+
+    def resume(self) -> None:
+        """Load what the run goes on from, if there is something. Every rank must call it."""
+        if self.run.memory is not None:
+            self.engine.saver.memory = self.run.memory
+        resuming = self.run.resuming
+        if resuming is None:
+            return
+        self._check_tokenizer(resuming)
+        path, client = self.engine.load_checkpoint(
+            resuming.directory, resuming.tag, allow_model_changes=self.run.args.allow_model_changes
+        )
+        if resuming.is_of_recipe:
+            place, self.tokens = client["data"], client["tokens"]
+        else:  # how much was read, and not what
+            place, self.tokens = self.loader.after(resuming.samples), resuming.samples * self.width
+        if not self.identity.is_other(was := client.get("data_of")):
+            self.loader.load_state_dict(place)
+        for line in self.identity.changes(was, place):
+            self.run.say(f"WARNING {line}")
+        in_memory = self.run.memory is not None and resuming.directory == self.run.memory.directory
+        source = "the memory of the nodes" if in_memory else path
+        self.run.say(f"resumed from {source} at step {self.engine.global_steps}")
+        if self.engine.global_steps >= self.total_steps:
+            self.run.say(
+                f"WARNING the run has {self.total_steps} steps in all, and they are made: nothing is trained"
+            )
+
+    def _check_tokenizer(self, resuming: Resuming) -> None:
+        was, now = resuming.client_state.get("tokenizer"), self.fingerprint()
+        if None in (was, now) or was == now or self.run.args.allow_model_changes:
+            return
+        raise ConfigError(
+            "the checkpoint was trained with another tokenizer: its tokens mean something else to the model",
+            where="--tokenizer",
+            fix="name the one that it was trained with, or pass --allow-model-changes",
+        )
+
+    def fingerprint(self) -> str | None:
+        """Return the tokenizer's, if there is one."""
+        return None if self.tokenizer is None else fingerprint(self.tokenizer)
+
+    def failure(self) -> NotFiniteError:
+        """Return why this run has no model to show."""
+        step, tag = self.engine.global_steps, None
+        with suppress(CheckpointError):  # why this run ends says more
+            tag = latest_tag(self.run.checkpoints)
+        count = f"the last {self.nonfinite} steps are" if self.nonfinite > 1 else "the last step is"
+        what = f"{count} not finite" if self.nonfinite else "the weights are not finite"
+        back = (
+            f"the checkpoint before is {self.run.checkpoints / tag}"
+            if tag
+            else "there is no checkpoint before"
+        )
+        return NotFiniteError(
+            f"{what}: training ends after step {step}, and no model is exported",
+            where=f"{self.run.output_dir / METRICS}; {back}",
+            fix="lower the learning rate, clip gradients, or look at the data of these steps"
+            + ("; go on from there with --resume" if tag else ""),
+        )
+
+    def collect_garbage(self) -> None:
+        """Collect it between steps, where it costs no step time, when the collector is off."""
+        if self.engine.resolved.disable_python_gc:
+            self.engine.collect_python_gc()
