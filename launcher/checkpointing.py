@@ -54,7 +54,7 @@ def configure(
         num_checkpoints: calls of `checkpoint` in one forward.
 
     Raises:
-        ConfigError: an argument is none that its key can have; contiguous_checkpointing without num_checkpoints. What
+        ConfigError: an argument is not valid for its key; contiguous_checkpointing without num_checkpoints. What
             was configured before then stays.
     """
     arguments = {key: value for key, value in locals().items() if value is not None}

@@ -80,7 +80,7 @@ def check_model(stored: SourceCheckpoint, model: Any, named: str) -> None:
         *(differences(was, now) if was and now else ()),
         *(f"{name} is not there" for name in shapes if name not in stored.shapes),
         *(
-            f"{name} is none of the model's"
+            f"{name} is not a tensor of the model"
             for name in stored.shapes
             if name not in shapes and name not in ties
         ),

@@ -130,7 +130,7 @@ def shapes_of(metadata: Metadata) -> dict[str, tuple[int, ...]]:
 
 
 def shape_of(metadata: Metadata, name: str) -> tuple[int, ...] | None:
-    """Return the shape of a stored tensor; None: there is none of that name."""
+    """Return the shape of a stored tensor; None: no tensor has that name."""
     entry = metadata.state_dict_metadata.get(name)
     return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 

@@ -77,7 +77,7 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
         exports: `NAME` (its value here) or `NAME=VALUE`.
 
     Raises:
-        ConfigError: a name that is none, or has no value here; a line of the file that assigns nothing.
+        ConfigError: a name is not valid, or has no value here; a line of the file that assigns nothing.
     """
     found: dict[str, str] = {}
     name = environment.get("DS_ENV_FILE", FILE)
@@ -123,7 +123,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
     Inside double quotes a backslash takes the next character as it is, and quoted values may have several lines.
 
     Raises:
-        ConfigError: a line that is none of these, or has a character that no variable can have.
+        ConfigError: a line is not valid, or has a character that no variable can have.
     """
     found: dict[str, str] = {}
     position = 0

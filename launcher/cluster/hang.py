@@ -14,7 +14,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)
 _OURS = re.compile(
     r"/torch/|/launcher/(comm|zero|pipeline|engine)/|/threading\.py|/launcher/cluster/rank\.py|<frozen"
 )
-"""Frames in which a rank waits for others; the interesting one is the first that is none of these."""
+"""Frames in which a rank waits for others; the interesting one is the first other one."""
 
 
 @dataclass(frozen=True)

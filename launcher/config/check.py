@@ -141,7 +141,7 @@ class Checker:
     def build_items(
         self, item: type[Section], key: str, known: Known | None, values: dict[str, Any], path: Path
     ) -> None:
-        """Replace the list at `path` by sections; a list that is none is reported and left out."""
+        """Replace the list at `path` by sections; anything but a list is reported and left out."""
         written = values.get(key)
         if written is None:
             values.pop(key, None)

@@ -74,7 +74,7 @@ def checksums(directory: Path) -> dict[str, str]:
     """Return the checksums of the files of a directory that `build_once` has built, by their paths in it.
 
     Raises:
-        ValueError: there are none that can be read, in words for people.
+        ValueError: none can be read, in words for people.
     """
     try:
         own, _, body = (directory / CHECKSUMS).read_text(encoding="utf-8").partition("\n")

@@ -82,7 +82,7 @@ class StateOffloadMixin:
             non_blocking: not needed: the copies are done when this returns.
 
         Raises:
-            LauncherError: a name is unknown, the device is none that can be, or states are away already.
+            LauncherError: a name is unknown, the device is not valid, or states are away already.
         """
         engine = self._engine()
         names = [str(getattr(one, "value", one)) for one in (KINDS if include is None else include)]

@@ -127,7 +127,7 @@ class StackedExperts(nn.Module):
 
         Args:
             hidden: [T, H].
-            index: [T, k], the experts of each. A number that is none adds nothing.
+            index: [T, k], the experts of each. An invalid number adds nothing.
             weights: [T, k].
         """
         routing = Routing.of(_ALONE, [self.num_experts], index)

@@ -1,6 +1,6 @@
 """Constants of DeepSpeed's that scripts import: keys of the JSON, names of timers, files and environment variables.
 
-Most are the name itself in small letters. Defaults are none of these: `docs/config.md` has those that hold here.
+Most are the name itself in small letters. Defaults are not among them: `docs/config.md` has those that hold here.
 """
 
 from __future__ import annotations

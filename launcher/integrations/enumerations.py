@@ -53,7 +53,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class ZeroParamType(enum.Enum):
-    """The way in which a parameter is kept: whole, or in shards of all ranks. `REMOTE` is none of ours."""
+    """The way in which a parameter is kept: whole, or in shards of all ranks. `REMOTE` does not occur here."""
 
     NORMAL = 1
     PARTITIONED = 2

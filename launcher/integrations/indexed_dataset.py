@@ -42,7 +42,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
         skip_warmup: not needed: nothing is read ahead.
 
     Raises:
-        ConfigError: the files are none of this kind, or are cut off.
+        ConfigError: the files are not of this kind, or are cut off.
     """
 
     def __init__(self, path: str, skip_warmup: bool = False) -> None:

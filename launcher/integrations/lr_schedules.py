@@ -30,7 +30,7 @@ class _Named(Schedule, metaclass=_OfTheJson):
         keywords: as in `scheduler.params`; `verbose` is not needed.
 
     Raises:
-        ConfigError: a keyword is not known, or a value is none that it can have.
+        ConfigError: a keyword is not known, or its value is not valid.
     """
 
     order: ClassVar[tuple[str, ...]] = ()

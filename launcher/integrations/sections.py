@@ -46,7 +46,7 @@ class _Shown:
         section: of a JSON that was read; else its keys are given by name.
 
     Raises:
-        ValidationError: a key is not known, or a value is none that it can have; pydantic's, as in DeepSpeed.
+        ValidationError: a key is not known, or its value is not valid; pydantic's, as in DeepSpeed.
     """
 
     module: ClassVar[str]

@@ -22,7 +22,7 @@ _ABSENT = object()
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
     """Return what the config of a Hugging Face model says of its computation, in JSON; None where the model has none.
 
-    Dropout is left out: it is a setting of the training, and may change on the way.
+    Dropout is not compared: it is a setting of the training, and may change on the way.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):

@@ -17,7 +17,7 @@ BackwardBytes = Callable[[Layout], float]
 """Bytes that blocks keep for backwards: what takes little time to know."""
 
 SPARE = 2
-CLEAR = 0.02  # a difference of less is none that a prediction can know
+CLEAR = 0.02  # no prediction can tell a smaller difference
 
 
 @dataclass(frozen=True)

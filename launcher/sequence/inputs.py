@@ -178,7 +178,7 @@ def refused(model: nn.Module, why: str) -> ConfigError:
     return ConfigError(
         f"{type(model).__name__} {why}, so its sequences cannot be shared by ranks",
         where=WHERE,
-        fix="leave the section out for this model, and split its layers instead (tensor_parallel)",
+        fix="remove the section for this model, and split its layers instead (tensor_parallel)",
     )
 
 

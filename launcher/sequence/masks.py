@@ -131,7 +131,7 @@ class MaskIsNoTensorError(ConfigError, AttributeError):
         super().__init__(
             f"a layer {what}, which is no tensor where sequences are shared by ranks",
             where="context_parallel",
-            fix="leave the section out for this model, and split its layers instead (tensor_parallel)",
+            fix="remove the section for this model, and split its layers instead (tensor_parallel)",
         )
 
 
@@ -222,7 +222,7 @@ def rules_of(function: Callable[..., Any], places: Tensor) -> list[MaskRule]:
     raise ConfigError(
         f"attention masks made by {kind} are not known where sequences are shared by ranks",
         where="context_parallel",
-        fix="leave the section out for this model",
+        fix="remove the section for this model",
     )
 
 

@@ -113,14 +113,14 @@ def read_estimate(path: Path) -> EstimatedPeaks:
     """Return what `launch memory-estimate --json` has printed: (rank, bytes at its peak), by rank.
 
     Raises:
-        ConfigError: the file is none of that.
+        ConfigError: the file is not such an estimate.
     """
     try:
         told = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)["per_rank"]
         return sorted((int(each["rank"]), int(_number(each["peak_bytes"]))) for each in told)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is no estimate: {error}",
+            f"{path} is not an estimate: {error}",
             where="--estimate",
             fix="write one: launch memory-estimate --json ... > FILE",
         ) from error
@@ -174,7 +174,7 @@ def read_run(status: Path, before: RunView | None = None, counters: dict[int, An
         counters: of each rank when they were read before; times are those since, and it is brought up to date.
 
     Raises:
-        ConfigError: the file is none of a run's.
+        ConfigError: the file is not the status of a run.
     """
     try:
         content = json.loads(status.read_text(encoding="utf-8"), parse_constant=_refuse)

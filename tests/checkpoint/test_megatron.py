@@ -209,7 +209,7 @@ def test_the_arguments_of_the_run_are_heeded(tmp_path: Path, capsys: pytest.Capt
         ({"num_hidden_layers": 3}, "has the shape [4, 32], not [3, 32]"),
         ({"num_hidden_layers": 5}, "has the shape [4, 32], not [5, 32]"),
         ({"intermediate_size": 40}, "decoder.layers.0.mlp.linear_fc1.weight has the shape"),
-        ({"tie_word_embeddings": True}, "output_layer.weight is none of the model's"),
+        ({"tie_word_embeddings": True}, "output_layer.weight is not a tensor of the model"),
         ({"attention_bias": True}, "decoder.layers.0.self_attention.linear_qkv.bias is not there"),
         ({"vocab_size": 97}, "embedding.word_embeddings.weight has the shape [96, 32], not [97, 32]"),
     ],

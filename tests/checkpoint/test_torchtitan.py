@@ -289,7 +289,7 @@ def _no_weight(state: dict[str, Any]) -> None:
         (_odd_moments, "norm.weight is of the shape .32. and the dtype torch.complex64"),
         (_short_moments, "q_proj.weight has the shape .16, 32., not .32, 32."),
         (_odd_rate, "the learning rate of norm.weight is 'fast'"),
-        (_odd_name, "model.layers.0.*scale is none of the model's"),
+        (_odd_name, "model.layers.0.*scale is not a tensor of the model"),
         (_no_weight, "it has the optimizer's states of norm.weight, and no weight of that name"),
     ],
 )
@@ -375,7 +375,7 @@ def test_fused_rows_of_other_heads_are_refused(tmp_path: Path, capsys: pytest.Ca
     [
         ({"model_type": "mistral"}, "the type mistral is not known under torchtitan's names"),
         ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is not there"),
-        ({"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is none of the model's"),
+        ({"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is not a tensor of the model"),
         ({"intermediate_size": 40}, "has the shape [48, 32], not [40, 32]"),
         ({"tie_word_embeddings": True}, "lm_head.weight is another matrix than model.embed_tokens.weight"),
         ({"num_attention_heads": 2}, "has the shape [32, 32], not [16, 32]"),

@@ -100,7 +100,7 @@ def test_memory_is_shown_against_an_estimate(run: Path, capsys: pytest.CaptureFi
     assert "4.00 GiB, 80% of 5.00 GiB estimated" in (run / "report.html").read_text()
     file.write_text("[1]")
     assert main(["top", str(run), "--estimate", str(file)]) == 2
-    assert "is no estimate" in capsys.readouterr().err
+    assert "is not an estimate" in capsys.readouterr().err
 
 
 def test_utilisation_and_experts_are_told_where_they_are_known(run: Path) -> None:

@@ -86,7 +86,7 @@ class _Reader:
         return [keys[name] for name in names if name in keys]
 
     def _key(self, kind: str, tensor: MegatronTensor) -> str | None:
-        """Return the key that counts; None: there is none that has the tensor. What is frozen has no states, and its
+        """Return the key that counts; None: none has the tensor. What is frozen has no states, and its
         layer is missing in theirs."""
         return next((key for key in self._keys(kind, tensor) if self._has(key, tensor)), None)
 
@@ -182,7 +182,7 @@ class _Reader:
                     used.add(key)
                     problems += self._odd_shape(name, key, tensor)
         every = {key for keys in self._files.keys.values() for key in keys.values()}
-        problems += [f"{key} is none of the model's" for key in sorted(every - used)]
+        problems += [f"{key} is not a tensor of the model" for key in sorted(every - used)]
         if problems:
             raise CheckpointError(
                 f"{self._files.directory} is not a checkpoint of such a model: {'; '.join(problems[:4])}"

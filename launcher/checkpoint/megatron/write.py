@@ -117,7 +117,7 @@ class _Writer:
     def write_stateless(self, file: Any) -> None:
         """Write the empty objects that a load asks for, all in the same bytes."""
         empty = io.BytesIO()
-        torch.save([None], empty)  # one object, which is none
+        torch.save([None], empty)  # one object: None
         place = _StorageInfo(self._file, file.tell(), file.write(empty.getvalue()))
         for layer in range(self._layers):
             names = [f"{name}/shard_{layer}_{self._layers}" for name in _STATELESS]

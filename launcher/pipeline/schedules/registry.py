@@ -53,7 +53,7 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
         chunks: virtual stages a rank has, v; None takes what the schedule has, for interleaved 2.
 
     Raises:
-        ConfigError: the name is unknown, or the numbers are none that the schedule can have.
+        ConfigError: the name is unknown, or the schedule does not allow the numbers.
     """
     where = "pipeline schedule"
     if name not in SCHEDULES:
