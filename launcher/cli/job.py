@@ -250,6 +250,6 @@ def _nodes_of_ray(flags: argparse.Namespace, device: str | None) -> RayNodes:
                 fix=f"leave --{name} out; --num_nodes and --num_gpus say how many Ray is asked for",
             )
     slots = flags.num_gpus if isinstance(flags.num_gpus, int) else None
-    nodes = ask_ray(flags.address, flags.num_nodes, slots, device)
+    nodes = ask_ray(flags.address, flags.num_nodes, slots, device, reserve=not flags.dry_run)
     logger.info("Ray has given %s", ", ".join(f"{host.name} ({len(host.slots)})" for host in nodes.hosts))
     return nodes

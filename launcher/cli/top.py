@@ -23,7 +23,7 @@ from launcher.cluster.hostfile import read_hostfile
 from launcher.cluster.run_mirror import RunMirror
 from launcher.cluster.run_status import ASKED, STACKS
 from launcher.cluster.runners import RunnerOptions
-from launcher.errors import printable
+from launcher.errors import ConfigError, printable
 from launcher.top.run_report import REPORT, run_report
 from launcher.top.run_screen import in_order, render
 from launcher.top.run_view import EstimatedPeaks, RunView, find_status, read_estimate, read_run
@@ -74,6 +74,10 @@ def top(argv: Sequence[str]) -> int:
     estimate = None if flags.estimate is None else read_estimate(Path(flags.estimate))
     if flags.hostfile is None:
         return _show(flags, RunFiles(find_status(flags.run), estimate))
+    if flags.html == "-":
+        raise ConfigError(
+            "the run is on another host", where="--html -", fix="name a file: --html report.html"
+        )
     options = RunnerOptions(ssh_port=flags.ssh_port)
     with RunMirror(read_hostfile(flags.hostfile), options, flags.run) as mirror:
         mirror.wait()

@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
+import struct
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 ANSWER_S = 5.0
 NO_CLUSTER = "start launch on a node of the cluster (ray start ...), or name it: --address HOST:6379"
@@ -104,6 +103,11 @@ def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
             f"{nodes} with {slots or 'some'} each are asked for",
             "ask for fewer: --num_nodes, --num_gpus; --device cpu counts CPUs",
         )
+    if not asked["reserve"]:
+        names = [
+            node["NodeManagerAddress"] for node in ray.nodes() if node["Resources"].get(kind, 0) >= slots
+        ]
+        return [(name, slots, None) for name in names[:nodes]]
     group = placement_group([{kind: float(slots)}] * nodes, strategy="STRICT_SPREAD")
     if not group.wait(PLACED_S):
         raise NoRoomError(
@@ -123,6 +127,8 @@ def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
 
 def _check_answers(address: str) -> None:
     """Raise NoRoomError where nobody answers at HOST:PORT; Ray itself would wait for a minute."""
+    if address == "local":
+        raise NoRoomError("local would start another Ray, on this machine alone", NO_CLUSTER)
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():  # "auto", or a URL
         return
@@ -133,9 +139,13 @@ def _check_answers(address: str) -> None:
 
 
 def serve(server: socket.socket, actors: dict[str, Any]) -> None:
-    """Answer clients."""
+    """Answer clients of this user: any process of the machine can connect."""
     while True:
         client, _ = server.accept()
+        peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if peer[1] != os.getuid():
+            client.close()
+            continue
         threading.Thread(target=_answer, args=[client, actors], daemon=True).start()
 
 
@@ -170,31 +180,25 @@ def main() -> None:
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints is not for the front end
     asked = json.loads(sys.stdin.readline())
-    with tempfile.TemporaryDirectory(prefix="launch-ray-") as directory:
-        # From now on: Ray may be waited for long, and must not outlive who waits.
-        threading.Thread(target=_leave_with_front_end, args=[directory], daemon=True).start()
-        _serve_what_ray_gives(asked, f"{directory}/socket", told)
-
-
-def _leave_with_front_end(directory: str) -> None:
-    sys.stdin.read()
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)
-
-
-def _serve_what_ray_gives(asked: dict[str, Any], path: str, told: IO[str]) -> None:
+    # From now on: Ray may be waited for long, and must not outlive who waits.
+    threading.Thread(target=_leave_with_front_end, daemon=True).start()
     try:
         placed = place(asked)
     except NoRoomError as error:
         print(json.dumps({"problem": error.what, "fix": error.fix}), file=told, flush=True)
         raise SystemExit(1) from None
     server = socket.socket(socket.AF_UNIX)
-    server.bind(path)
-    os.chmod(path, 0o600)
+    server.bind("")  # Linux gives it a name that is no file: nothing is left, however this ends
     server.listen()
     hosts = [[address, slots] for address, slots, _ in placed]
-    print(json.dumps({"hosts": hosts, "socket": path}), file=told, flush=True)
+    name = server.getsockname()[1:].decode()
+    print(json.dumps({"hosts": hosts, "socket": name}), file=told, flush=True)
     serve(server, {address: actor for address, _, actor in placed})
+
+
+def _leave_with_front_end() -> None:
+    sys.stdin.read()
+    os._exit(0)
 
 
 if __name__ == "__main__":

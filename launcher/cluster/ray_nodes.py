@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import select
 import subprocess
 import sys
 import tempfile
@@ -15,13 +16,21 @@ from launcher.errors import ConfigError
 
 CLIENT = """\
 import json, os, socket, sys
-with socket.socket(socket.AF_UNIX) as broker:
-    broker.connect(sys.argv[1])
+try:
+    broker = socket.socket(socket.AF_UNIX)
+    broker.connect("\\0" + sys.argv[1])
     broker.sendall(json.dumps({"host": sys.argv[2], "argv": sys.argv[3:]}).encode() + b"\\n")
     while data := broker.recv(1 << 16):
         os.write(1, data)
+    sys.exit("Ray has ended what ran there, or the program that holds its nodes (ray_broker.py) has ended")
+except OSError as error:
+    sys.exit(f"the program that holds Ray's nodes (ray_broker.py) is gone: {error}")
 """
 """What is run for each node: passes on what the broker tells of it, and leaves when it is killed."""
+
+
+ANSWER_S = 100.0
+"""For connecting, and for finding room."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class RayNodes:
     """Nodes of a Ray cluster that are this run's until this process ends.
 
     Args:
-        socket: of the broker (`ray_broker.py`).
+        socket: the name of the broker's (`ray_broker.py`).
     """
 
     hosts: list[Host]
@@ -40,17 +49,20 @@ class RayNodes:
         return [sys.executable, "-c", CLIENT, self.socket, host.name, *argv]
 
 
-def ask_ray(address: str, nodes: int | None, slots: int | None, device: str | None) -> RayNodes:
+def ask_ray(
+    address: str, nodes: int | None, slots: int | None, device: str | None, *, reserve: bool = True
+) -> RayNodes:
     """Ask a Ray cluster for nodes.
 
     Args:
         address: of the cluster; "auto": the one that this machine belongs to.
         nodes, slots: how many nodes, and GPUs (on a CPU: cores) of each; None: all.
+        reserve: False only asks which nodes there are.
 
     Raises:
         ConfigError: there is no cluster, or no room in it.
     """
-    asked = {"address": address, "nodes": nodes, "slots": slots, "device": device}
+    asked = {"address": address, "nodes": nodes, "slots": slots, "device": device, "reserve": reserve}
     errors = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the broker)
     broker = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("ray_broker.py"))],
@@ -64,6 +76,13 @@ def ask_ray(address: str, nodes: int | None, slots: int | None, device: str | No
     broker.stdin.write(json.dumps(asked).encode() + b"\n")
     broker.stdin.flush()
     try:
+        if not select.select([broker.stdout], [], [], ANSWER_S)[0]:
+            broker.kill()
+            raise ConfigError(
+                f"Ray has not answered within {ANSWER_S:g} s at {address}",
+                where="--launcher ray",
+                fix="name the port of its head, which is 6379 as a rule: --address HOST:6379; see `ray status`",
+            )
         told = json.loads(broker.stdout.readline())
     except ValueError:
         errors.seek(0)

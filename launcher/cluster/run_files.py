@@ -32,6 +32,9 @@ def serve(hello):  # type: ignore[no-untyped-def]
     run, orders = newest(hello), b""
     known = {}  # type: ignore[var-annotated]
     tell({"is": "run", "directory": run, "written": written(run) if run else 0})
+    if run:
+        send_changed(run, known)
+    tell({"is": "sent"})
     while True:
         if run:
             send_changed(run, known)
@@ -49,7 +52,7 @@ def newest(hello):  # type: ignore[no-untyped-def]
     """Return the directory of the run, absolute; None where there is none."""
     with contextlib.suppress(OSError):  # it may be named by an absolute path
         os.chdir(hello["directory"])
-    under = [os.path.join(hello["run"], FOUND[0])] if hello["run"] else FOUND
+    under = [os.path.join(glob.escape(hello["run"]), FOUND[0])] if hello["run"] else FOUND
     found = [path for pattern in under for path in glob.glob(pattern)]
     return (
         os.path.dirname(os.path.dirname(os.path.abspath(max(found, key=os.path.getmtime)))) if found else None

@@ -41,11 +41,13 @@ class RunMirror:
         self._temporary = tempfile.TemporaryDirectory(prefix="launch-top-")
         self.directory = Path(self._temporary.name)
         (self.directory / "logs").mkdir()
-        self._changed = threading.Condition()
+        self._changed, self._closed = threading.Condition(), False
         code = Path(__file__).with_name("run_files.py").read_text(encoding="utf-8")
         hello = {"code": code, "directory": os.getcwd(), "run": run}
-        self._hosts = [_Host(self, host, options, hello) for host in hosts]
         self._of: _Host | None = None  # the one that has the run
+        self._hosts = [_Host(self, host, options) for host in hosts]
+        for each in self._hosts:
+            each.start(hello)
 
     @property
     def status(self) -> Path:
@@ -67,17 +69,13 @@ class RunMirror:
         with self._changed:
             while not all(host.answered for host in self._hosts) and (left := ends - time.monotonic()) > 0:
                 self._changed.wait(left)
-            there = [host for host in self._hosts if host.directory]
+            there = [host for host in self._hosts if host.directory and FILES[0] in host.files]
             if there:
                 self._of = max(there, key=lambda host: host.written)
                 self._write(self._of)
                 for host in self._hosts:
                     host.order({"run": self._of.directory})
-            while (
-                self._of is not None and not self.status.is_file() and (left := ends - time.monotonic()) > 0
-            ):
-                self._changed.wait(left)
-        if self._of is None or not self.status.is_file():
+        if self._of is None:
             why = "; ".join(f"{host.name}: {host.problem or 'no run'}" for host in self._hosts[:4])
             raise ConfigError(
                 f"no host of the hostfile has a run ({printable(why)})",
@@ -98,9 +96,13 @@ class RunMirror:
     def take(self, host: _Host, message: Mapping[str, Any]) -> None:
         """Note what a host says. Files of the run are taken from the host that has it alone."""
         with self._changed:
+            if self._closed:
+                return
             if message["is"] == "run":
-                host.answered, host.directory = True, message["directory"]
+                host.directory = None if message["directory"] is None else str(message["directory"])
                 host.written = float(message["written"])
+            elif message["is"] == "sent":  # all that is there now
+                host.answered = True
             elif message["is"] == "log":
                 replace_text(
                     self.directory / "logs" / f"rank{int(message['rank'])}.log", str(message["text"])
@@ -130,7 +132,9 @@ class RunMirror:
     ) -> None:
         for host in self._hosts:
             host.close()
-        self._temporary.cleanup()
+        with self._changed:  # nobody writes there any more
+            self._closed = True
+            self._temporary.cleanup()
 
 
 class _Host:
@@ -142,10 +146,8 @@ class _Host:
         files: that have come, and were not written yet.
     """
 
-    def __init__(
-        self, mirror: RunMirror, host: Host, options: runners.RunnerOptions, hello: Mapping[str, Any]
-    ) -> None:
-        self.name, self.answered, self.problem = host.name, False, ""
+    def __init__(self, mirror: RunMirror, host: Host, options: runners.RunnerOptions) -> None:
+        self._mirror, self.name, self.answered, self.problem = mirror, host.name, False, ""
         self.directory: str | None = None
         self.written = 0.0
         self.files: dict[str, str] = {}
@@ -156,8 +158,11 @@ class _Host:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the screen
         )
+
+    def start(self, hello: Mapping[str, Any]) -> None:
+        """Begin to talk."""
         self.order(hello)
-        threading.Thread(target=self._listen, args=[mirror], daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def order(self, order: Mapping[str, Any]) -> None:
         """Send one line; nothing where the host is lost."""
@@ -166,18 +171,18 @@ class _Host:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _listen(self, mirror: RunMirror) -> None:
+    def _listen(self) -> None:
         assert self._process.stdout is not None and self._process.stderr is not None
         why = ""
         try:
             while line := self._process.stdout.readline(LONGEST_LINE):
                 if line.startswith(b"{"):  # else a greeting of its shell
-                    mirror.take(self, json.loads(line))
-        except (ValueError, LookupError, TypeError, OSError) as error:
+                    self._mirror.take(self, json.loads(line))
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError) as error:
             why = f"it sends what is no message: {error}"
             self._process.kill()
         last = self._process.stderr.read(1 << 16).decode(errors="replace").strip().splitlines()
-        mirror.lose(self, why or (last[-1] if last else "the connection has ended"))
+        self._mirror.lose(self, why or (last[-1] if last else "the connection has ended"))
 
     def close(self) -> None:
         self._process.kill()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from launcher.comm.plain import gather_plain
 from launcher.errors import LauncherError
+from launcher.pipeline.executor.batches import LazySequence
 
 if TYPE_CHECKING:
     from launcher.config.fault_tolerance import ReplicaCheckConfig
@@ -37,8 +38,8 @@ class BitChecks:
     def __init__(self, section: ReplicaCheckConfig) -> None:
         self._section = section
         self._resting: RestingValues | None = None
-        self._replays = bool(section.replay_every)  # false where a script computes its gradients by itself
         self._replayed = False  # this step
+        self._said = False  # that some are not
 
     def before_step(self, engine: EngineCore) -> None:
         """Look at what the step is about to change. Collective.
@@ -48,11 +49,13 @@ class BitChecks:
         """
         every, optimizer = self._section.every, engine.optimizer
         if self._replays_in(engine) and not self._replayed:
-            self._replays = False
-            logger.warning(
-                "replica_check.replay_every has no effect: this script calls forward and backward by itself, and its "
-                "steps are not replayed; engine.train_batch() replays"
-            )
+            if not self._said:
+                logger.warning(
+                    "step %d is not replayed (replica_check.replay_every): this script calls forward and backward by "
+                    "itself; only the steps of engine.train_batch() are",
+                    engine.global_steps + 1,
+                )
+            self._said = True
         self._replayed = False
         if optimizer is None or engine.versions is not None:
             return
@@ -80,43 +83,71 @@ class BitChecks:
             self._resting = RestingValues()
         self._resting.note(engine.zero.flats, engine.optimizer.states_in_memory)
 
-    def microbatches(self, engine: EngineCore, run: Callable[[], Losses]) -> Losses:
+    def forget(self) -> None:
+        """Forget the bits of what rests: it was loaded."""
+        if self._resting is not None:
+            self._resting.forget()
+
+    def microbatches(
+        self, engine: EngineCore, batches: LazySequence[Any], run: Callable[[Sequence[Any]], Losses]
+    ) -> Losses:
         """Return what `run` returns, which computes the microbatches of a step; every so many steps it does so twice.
 
         Raises:
             LauncherError: on every rank: the bits of a gradient or of a loss were others the second time.
         """
         if not self._replays_in(engine) or engine._backwards:
-            return run()
+            return run(batches)
         self._replayed = True
-        return self._twice(engine, run)
+        return self._twice(engine, batches, run)
 
     def _replays_in(self, engine: EngineCore) -> bool:
         """Return whether the microbatches of the present step are to be computed twice."""
-        return self._replays and (engine.global_steps + 1) % self._section.replay_every == 0
+        every = self._section.replay_every
+        return bool(every) and (engine.global_steps + 1) % every == 0
 
-    def _twice(self, engine: EngineCore, run: Callable[[], Losses]) -> Losses:
+    def _twice(
+        self, engine: EngineCore, batches: LazySequence[Any], run: Callable[[Sequence[Any]], Losses]
+    ) -> Losses:
         from launcher.engine.random_state import random_states, restore_random_states
         from launcher.zero.features.watched_gradients import WatchedGradients
 
-        numbers = random_states("", engine.device)
-        buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
+        begin, after_reading = random_states("", engine.device), []
+
+        def read(index: int) -> Any:
+            """Data may draw random numbers, too, and are read once: the model draws what comes after."""
+            batch = batches[index]
+            after_reading.append(random_states("", engine.device))
+            return batch
+
+        def read_again(index: int) -> Any:
+            restore_random_states(after_reading[index], engine.device)
+            return batches[index]
+
+        buffers = [
+            (module._buffers, name, buffer, buffer.clone())
+            for module in engine.module.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         watched = WatchedGradients(engine.zero.gradients)
         with watched, _deterministic():
-            first = watched.bits(run, engine.zero.reducer.flush)[0]
+            flush, length = engine.zero.reducer.flush, len(batches)
+            first = watched.bits(lambda: run(LazySequence(length, read)), flush)[0]
             engine.zero.zero_grad()
-            restore_random_states(numbers, engine.device)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            restore_random_states(begin, engine.device)
+            for owners, name, buffer, before in buffers:
+                owners[name] = buffer.copy_(before)  # a module may have put another tensor in its place
             for forget in engine.zero.callbacks.before_replay:
                 forget()
-            second, losses = watched.bits(run, engine.zero.reducer.flush)
+            second, losses = watched.bits(lambda: run(LazySequence(length, read_again)), flush)
         with self._acting(engine):
             _raise_where(
                 gather_plain([name for name in first if first[name] != second[name]]),
                 "computed other bits of {} when it computed the step again",
-                "test the processors and the memory of this rank's host or GPU, and go on from a checkpoint on another "
-                "one. If it is all ranks, then the model is not deterministic: replay_every cannot be used with it",
+                "if these are all ranks, the model is probably not deterministic, and replay_every cannot be used with "
+                "it: see whether it says the same at every such step. Else test the processors and the memory of this "
+                "rank's host or GPU, and go on from a checkpoint on another one",
             )
         return losses
 

@@ -220,7 +220,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         try:
             with self.zero.hooks.scaling():
                 losses, weights = self.bit_checks.microbatches(
-                    self, lambda: executor.train(self, cut, weights)
+                    self, cut, lambda batches: executor.train(self, batches, weights)
                 )
         except StopIteration:  # the data ended within the step: the next one must not add to it
             self.abandon_step()

@@ -107,6 +107,7 @@ def load_state(
         if stepper is not None:
             _take_numbers(engine, tensors)
     engine.zero.publish()
+    engine.bit_checks.forget()
     if scheduler and engine.lr_scheduler is not None and (state := _schedule(engine, meta)) is not None:
         engine.lr_scheduler.load_state_dict(state)
     tell_rates(engine, meta, optimizer=stepper is not None, scheduler=scheduler)

@@ -121,7 +121,7 @@ def _stages(timeline: Timeline, width: int) -> list[RenderableType]:
     columns = max(10, width - left)
     more = f", and {timeline.stages - len(shown)} stages more" if timeline.stages > len(shown) else ""
     head = Text(
-        f"{timeline.name}, {timeline.microbatches} microbatches: {timeline.bubble:.0%} idle{more}",
+        f"{printable(timeline.name)}, {timeline.microbatches} microbatches: {timeline.bubble:.0%} idle{more}",
         style="dim",
     )
     lines: list[RenderableType] = [head]

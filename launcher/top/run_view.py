@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, LauncherError, printable
+from launcher.files import read_small
 from launcher.monitor.flight_recorder import COUNTED
 from launcher.pipeline.timeline.recording import read
 from launcher.pipeline.timeline.simulate import Timeline
@@ -115,14 +116,19 @@ def read_estimate(path: Path) -> EstimatedPeaks:
     Raises:
         ConfigError: the file is not such an estimate.
     """
+    fix = "write one: launch memory-estimate --json ... > FILE"
+    text = read_small(path, "the estimate", where="--estimate", fix=fix)
     try:
-        told = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)["per_rank"]
-        return sorted((int(each["rank"]), int(_number(each["peak_bytes"]))) for each in told)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        told = json.loads(text, parse_constant=_refuse)["per_rank"]
+        found = sorted((int(_number(each["rank"])), int(_number(each["peak_bytes"]))) for each in told)
+        if any(rank < 0 or peak <= 0 for rank, peak in found):
+            raise ValueError("a rank is below 0, or needs no memory")
+        return found
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not an estimate: {error}",
             where="--estimate",
-            fix="write one: launch memory-estimate --json ... > FILE",
+            fix=fix,
         ) from error
 
 
@@ -211,7 +217,7 @@ def _number(value: Any) -> float:
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
         raise ValueError(f"{str(value)[:40]!r} is not a number that a run writes")
     return float(value)
 
@@ -237,7 +243,7 @@ def _view(status: Path, content: Mapping[str, Any], before: dict[int, Any]) -> R
             if since and since["total"] > 0 and since["counted"]:
                 steps = counters["samples"] / max(counters["steps"], 1)
                 samples = max(samples, steps * since["counted"] / since["total"])
-    state = str(content["state"])
+    state = printable(str(content["state"]))
     if state == "running" and time.time() - content["written_at"] > SILENT_S:
         state = "silent"
     return RunView(
@@ -300,7 +306,7 @@ def _rank(
         peak=0 if counters is None else int(counters["peak"]),
         doing=str(told["doing"]),
         since_s=_number(told["since_s"]),
-        slow=told["slow"] and _slow(told["slow"]),
+        slow=None if told["slow"] is None else _slow(told["slow"]),
     )
 
 

@@ -84,8 +84,14 @@ def test_stages_of_a_pipeline_are_drawn(run: Path, capsys: pytest.CaptureFixture
     assert "and 3 ranks more" in screen(run, 80, height=14)  # the stages take lines of the ranks
     assert main(["top", str(run), "--html", "-"]) == 0
     assert "<h2>Pipeline</h2>" in (run / "report.html").read_text()
-    (run / "schedule.json").write_text('{"stages": 2, "actions"')
-    assert "idle" not in screen(run, 80)
+    whole = json.loads((run / "schedule.json").read_text())
+    endless = [{**row, "end": float("inf")} for row in whole["actions"]]
+    changes = ({"stages": 10**12}, {"chunks": 10**18}, {"stages": 0, "actions": []}, {"actions": endless})
+    for damaged in ("{", *({**whole, **change} for change in changes)):
+        (run / "schedule.json").write_text(json.dumps(damaged))
+        assert "idle" not in screen(run, 80)
+    (run / "schedule.json").write_text(json.dumps({**whole, "schedule": "\x1b[31mred"}))
+    assert "\x1b" not in screen(run, 80) and "red, 4 microbatches" in screen(run, 80)
 
 
 def test_memory_is_shown_against_an_estimate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,9 +104,10 @@ def test_memory_is_shown_against_an_estimate(run: Path, capsys: pytest.CaptureFi
     assert ["100%" in line for line in shown[:4]] == [False, False, True, True]
     assert main(["top", str(run), "--html", "-", "--estimate", str(file)]) == 0
     assert "4.00 GiB, 80% of 5.00 GiB estimated" in (run / "report.html").read_text()
-    file.write_text("[1]")
-    assert main(["top", str(run), "--estimate", str(file)]) == 2
-    assert "is not an estimate" in capsys.readouterr().err
+    for rank, peak in (("1e400", "5"), ("0", "-5"), ("0", "true")):
+        file.write_text(f'{{"per_rank": [{{"rank": {rank}, "peak_bytes": {peak}}}]}}')
+        assert main(["top", str(run), "--estimate", str(file)]) == 2
+        assert "is not an estimate" in capsys.readouterr().err
 
 
 def test_utilisation_and_experts_are_told_where_they_are_known(run: Path) -> None:

@@ -48,6 +48,8 @@ def test_a_run_on_other_hosts_is_looked_at(hosts: Hosts, tmp_path: Path) -> None
     assert once.code == 0 and "  node1:/" in once.out and " 0 node1" in once.out, once.errors
     page = hosts.launch(here, "top", "--hostfile", hostfile, "--html", "page.html", str(run))
     assert page.code == 0 and "launch train.py" in (here / "page.html").read_text()
+    back = hosts.launch(here, "top", "--hostfile", hostfile, "--html", "-", str(run))
+    assert back.code == 2 and "the run is on another host" in back.errors
     none = hosts.launch(here, "top", "--hostfile", hostfile, "--once")
     assert none.code == 2 and "no host of the hostfile has a run (node1: no run; " in none.errors
     assert hosts.left("node1") == hosts.left("head") == []

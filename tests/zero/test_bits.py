@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -193,6 +194,64 @@ def test_what_a_program_writes_is_no_fault(pool: WorkerPool) -> None:
         assert "A program that writes through tensor.data is not seen" in "".join(said)
 
 
+def scripted(ctx: RankContext, stage: int, directory: str) -> None:
+    """A script writes to parameters and loads, in each of the ways that torch and the engine have."""
+    engine = engine_of(config_of(stage, replica_check={"every": 0, "resting": True}), stack())
+    for step in range(2):  # what is loaded may lie where other values did
+        train(engine, ctx, range(step, step + 1))
+        engine.save_checkpoint(directory, f"step{step}")
+        train(engine, ctx, range(step + 1, step + 2))
+        engine.load_checkpoint(directory, f"step{step}")
+    if stage < 3:
+        train(engine, ctx, range(2, 3))
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(0.9)
+        train(engine, ctx, range(3, 4))
+        engine.module.load_state_dict(stack().state_dict())
+    train(engine, ctx, range(4, 6))
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (3, 2)])
+def test_what_a_script_writes_and_loads_is_no_fault(
+    pool: WorkerPool, tmp_path: Path, stage: int, ranks: int
+) -> None:
+    pool.run(scripted, ranks, stage, str(tmp_path))
+
+
+class Moving(nn.Module):
+    """Puts another tensor in the place of its buffer at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = stack()
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        result: Tensor = self.model(self.drop(x - self.mean), y)
+        return result
+
+
+def with_random_data(ctx: RankContext, every: int) -> tuple[list[float], Tensor]:
+    """Data that draw random numbers when they are read, between those that the model draws."""
+    torch.manual_seed(ctx.rank)
+    engine = engine_of(config_of(1, 2, replica_check={"every": 0, "replay_every": every}), Moving())
+    losses = []
+    for step in range(4):
+        rows = ((x + torch.randn_like(x), y) for x, y in microbatches(ctx, step, 2))
+        losses.append(float(engine.train_batch(rows)))
+    return losses, engine.module.mean.clone()
+
+
+def test_data_may_draw_random_numbers_and_buffers_may_be_assigned(pool: WorkerPool) -> None:
+    for (seen, mean), (plain, other) in zip(
+        pool.run(with_random_data, 2, 2), pool.run(with_random_data, 2, 0), strict=True
+    ):
+        assert seen == plain and torch.equal(mean, other)
+
+
 def random_model(ctx: RankContext) -> str:
     """A model that is not deterministic."""
     engine = engine_of(config_of(2, replica_check={"replay_every": 1}), stack())
@@ -206,7 +265,7 @@ def random_model(ctx: RankContext) -> str:
 def test_a_model_that_is_not_deterministic_is_told_from_a_fault(pool: WorkerPool) -> None:
     for text in pool.run(random_model, 2):
         assert "rank 0 computed other bits of the loss" in text
-        assert "the model is not deterministic" in text
+        assert "the model is probably not deterministic" in text
 
 
 def by_itself(ctx: RankContext) -> list[str]:
@@ -219,7 +278,7 @@ def by_itself(ctx: RankContext) -> list[str]:
 
 def test_a_script_that_runs_its_own_backward_is_told_that_nothing_is_replayed(pool: WorkerPool) -> None:
     said = pool.run(by_itself, 2)
-    assert len(said[0]) == 1 and "are not replayed" in said[0][0]
+    assert len(said[0]) == 1 and "step 1 is not replayed" in said[0][0]
 
 
 def test_weights_of_asynchronous_schedules_neither_rest_nor_are_replayed() -> None:

@@ -7,6 +7,7 @@ A record: {"schedule", "stages", "chunks", "microbatches", "actions": [{"rank", 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from launcher.errors import LauncherError
 from launcher.files import replace_text
 from launcher.pipeline.schedules.actions import COMPUTE, Action, ActionKind
 from launcher.pipeline.timeline.simulate import Span, Timeline
+
+MOST = 1 << 14
+"""Stages, chunks or microbatches of a run."""
 
 
 def write(path: str | Path, timeline: Timeline) -> None:
@@ -50,19 +54,20 @@ def read(path: str | Path) -> Timeline:
     """
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-        spans: list[list[Span]] = [[] for _ in range(int(record["stages"]))]
+        stages, chunks, microbatches = (_count(record, key) for key in ("stages", "chunks", "microbatches"))
+        spans: list[list[Span]] = [[] for _ in range(stages)]
         for row in record["actions"]:
             spans[_index(row, "rank", len(spans))].append(_span(row, record))
         timeline = Timeline(
             str(record["schedule"]),
             len(spans),
-            int(record["chunks"]),
-            int(record["microbatches"]),
+            chunks,
+            microbatches,
             tuple(tuple(sorted(of_rank, key=lambda span: span.start)) for of_rank in spans),
         )
     except OSError as error:
         raise LauncherError(f"cannot read {path}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise LauncherError(
             f"{path} is not a record of a pipeline step: {what}",
@@ -79,10 +84,20 @@ def _span(row: dict[str, Any], record: dict[str, Any]) -> Span:
     start, end = float(row["start"]), float(row["end"])
     if kind not in COMPUTE:
         raise ValueError(f"{kind} is not a compute action")
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise ValueError("a time is not finite")
     if not start <= end:
         raise ValueError(f"an action ends at {end}, before its start at {start}")
     stage = _index(row, "stage", int(record["stages"]) * int(record["chunks"]))
     return Span(Action(kind, stage, _index(row, "microbatch", int(record["microbatches"]))), start, end)
+
+
+def _count(record: dict[str, Any], key: str) -> int:
+    """Return a number that a run can have: a damaged file must not ask for all memory."""
+    number = int(record[key])
+    if not 1 <= number <= MOST:
+        raise ValueError(f"{key} is {number}")
+    return number
 
 
 def _index(row: dict[str, Any], key: str, count: int) -> int:

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from launcher.zero.features.replicas import StateOf, digests, master_of, states_of
 from launcher.zero.flat import FlatBuffer
+
+Noted = tuple[int, int, int]
+"""Where a value lies, how often it was written to, its checksum."""
+
+
+class _Value(NamedTuple):
+    """A value of this rank. `seen_as`: the parameters that show it, which count writes by themselves."""
+
+    name: str
+    value: Tensor
+    seen_as: tuple[Tensor, ...] = ()
+
+    @property
+    def writes(self) -> int:
+        return sum(tensor._version for tensor in (self.value, *self.seen_as))
 
 
 class RestingValues:
@@ -17,35 +33,41 @@ class RestingValues:
     """
 
     def __init__(self) -> None:
-        self._noted: dict[str, tuple[int, int, int]] = {}  # name -> (where it lies, writes so far, checksum)
+        self._noted: dict[str, Noted] = {}
 
     def note(self, flats: Sequence[FlatBuffer], state_of: StateOf) -> None:
         """Note what they are now."""
-        self._noted = self._now(flats, state_of)
+        self._noted = _now(flats, state_of)
+
+    def forget(self) -> None:
+        """Compare nothing before the next step: all of them were loaded."""
+        self._noted = {}
 
     def changed(self, flats: Sequence[FlatBuffer], state_of: StateOf) -> list[str]:
         """Return the names of values that have other bits than were noted."""
-        now = self._now(flats, state_of)
+        now = _now(flats, state_of)
         noted = ((name, self._noted.get(name), new) for name, new in now.items())
         return [name for name, old, new in noted if old and old[:2] == new[:2] and old[2] != new[2]]
 
-    def _now(self, flats: Sequence[FlatBuffer], state_of: StateOf) -> dict[str, tuple[int, int, int]]:
-        values = list(_resting(flats, state_of))
-        checksums = digests([value for _, value in values])
-        return {
-            name: (value.data_ptr(), value._version, checksum)
-            for (name, value), checksum in zip(values, checksums, strict=True)
-        }
+
+def _now(flats: Sequence[FlatBuffer], state_of: StateOf) -> dict[str, Noted]:
+    values = list(_resting(flats, state_of))
+    checksums = digests([each.value for each in values])
+    return {
+        each.name: (each.value.data_ptr(), each.writes, checksum)
+        for each, checksum in zip(values, checksums, strict=True)
+    }
 
 
-def _resting(flats: Sequence[FlatBuffer], state_of: StateOf) -> Iterator[tuple[str, Tensor]]:
+def _resting(flats: Sequence[FlatBuffer], state_of: StateOf) -> Iterator[_Value]:
     for flat in flats:
         if flat.is_offloaded:
             continue
         shard = flat.shard
         for slot, start, stop in flat.overlaps(flat.shard_span):
             at = slot.offset + start - flat.shard_span.start
-            yield slot.name, shard[at : at + stop - start]
+            shown = (slot.leaf, slot.handle) if flat.sharded else (slot.leaf,)
+            yield _Value(slot.name, shard[at : at + stop - start], shown)
         if flat.trainable:
-            yield from master_of(flat) if flat.own_master else ()
-            yield from states_of(flat, state_of)
+            named = [*(master_of(flat) if flat.own_master else ()), *states_of(flat, state_of)]
+            yield from (_Value(name, value) for name, value in named)
