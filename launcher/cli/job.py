@@ -243,10 +243,10 @@ class Job:
 
 def _nodes_of_ray(flags: argparse.Namespace, device: str | None) -> RayNodes:
     """Return the nodes that Ray gives for these flags."""
-    for name in ("hostfile", "include", "exclude", "no_ssh"):
+    for name in ("hostfile", "include", "exclude", "no_ssh", "launcher_args", "ssh_port"):
         if getattr(flags, name):
             raise ConfigError(
-                f"--{name} and --launcher ray both say which nodes there are",
+                f"--{name} has no meaning with --launcher ray, which chooses and reaches the nodes by itself",
                 fix=f"leave --{name} out; --num_nodes and --num_gpus say how many Ray is asked for",
             )
     slots = flags.num_gpus if isinstance(flags.num_gpus, int) else None

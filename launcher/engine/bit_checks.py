@@ -136,8 +136,9 @@ class BitChecks:
             first = watched.bits(lambda: run(LazySequence(length, read)), flush)[0]
             engine.zero.zero_grad()
             restore_random_states(begin, engine.device)
-            for owners, name, buffer, before in buffers:
-                owners[name] = buffer.copy_(before)  # a module may have put another tensor in its place
+            with torch.no_grad():
+                for owners, name, buffer, before in buffers:
+                    owners[name] = buffer.copy_(before)  # a module may have put another tensor in its place
             for forget in engine.zero.callbacks.before_replay:
                 forget()
             second, losses = watched.bits(lambda: run(LazySequence(length, read_again)), flush)

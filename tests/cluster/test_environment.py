@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from launcher.cluster.environment import asked_for, parse_file, passed_on
 from launcher.cluster.hostfile import Host
 from launcher.cluster.node import ONE_LINE
+from launcher.cluster.ray_nodes import RayNodes
 from launcher.cluster.runners import RUNNERS, RunnerOptions, command
 from launcher.cluster.wire import MARK
 from launcher.errors import ConfigError
@@ -101,8 +102,10 @@ def test_values_reach_a_process_behind_a_shell_byte_for_byte(values: list[str]) 
 
 def test_commands_of_the_runners_hold_no_value_and_nothing_for_a_shell() -> None:
     assert not set(ONE_LINE) & set("'$`\\%!\n")
+    host = Host("node1", (0, 1))
+    options = RunnerOptions(extra=("--more",), ssh_port=2222, ray=RayNodes([host], "socket"))
     for name in RUNNERS:
-        words = command(name, Host("node1", (0, 1)), RunnerOptions(extra=("--more",), ssh_port=2222))
-        assert "--more" in words and any("node1" in word for word in words)
+        words = command(name, host, options)
+        assert ("--more" in words) == (name != "ray") and any("node1" in word for word in words)
         assert (ONE_LINE in words[-1]) != RUNNERS[name].dials
     assert MARK not in ONE_LINE.encode()
