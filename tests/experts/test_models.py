@@ -250,6 +250,7 @@ def test_a_sample_is_as_the_table_says(pool: WorkerPool, kind: str) -> None:
 # ---- a script of the Trainer ----------------------------------------------------------------------------
 
 
+@pytest.mark.full  # the Trainer's other scenarios are in tests/integrations
 def test_a_script_of_the_trainer(tmp_path: Path) -> None:
     """Losses and the saved model are those of the same script on one process, without a JSON."""
     config = tmp_path / "ds_config.json"

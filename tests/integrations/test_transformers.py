@@ -23,8 +23,8 @@ from tests.integrations import TIED
 SCRIPT = str(Path(__file__).with_name("hf_scenarios.py"))
 TRL_SCRIPT = str(Path(__file__).with_name("trl_scenarios.py"))  # has all of the other's, too
 LIMIT_S = 280
-ALIKE = ["stage1", "stage3", "json_hf", "hf_json", "bf16", "recomputed", "cpu3", "tp"]
-ALIKE_REST = ["stage0", "stage2", "json_json", "no_warm_up", "fp16", "cpu2", "nvme3", "tp3"]
+ALIKE = ["stage1", "stage3", "json_hf", "bf16", "recomputed", "cpu3", "tp"]
+ALIKE_REST = ["stage0", "stage2", "json_json", "hf_json", "no_warm_up", "fp16", "cpu2", "nvme3", "tp3"]
 RESUMED, RESUMED_REST = ["resumed"], ["resumed_with_json_optimizer"]
 PLAIN = ["plain", "plain_bf16", "plain_sp"]
 RESUMED_ELSEWHERE = ["resumed_elsewhere", "resumed_elsewhere" + TIED]
