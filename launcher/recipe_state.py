@@ -16,10 +16,10 @@ from launcher.engine.background_saves import choose_background
 from launcher.engine.nonfinite_tracer import weights_are_finite
 from launcher.engine.state import keep_state
 from launcher.errors import CheckpointError, ConfigError, NotFiniteError
+from launcher.monitor.metrics import METRICS
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.resuming import Resuming
 from launcher.run import Run
-from launcher.training_log import METRICS
 
 EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
 

@@ -23,14 +23,15 @@ from launcher.engine.token_weights import learned_tokens, token_weights
 from launcher.errors import ConfigError
 from launcher.experts.load import ExpertLoad
 from launcher.monitor.memory import peak_memory_bytes
-from launcher.monitor.metrics import read_metrics
+from launcher.monitor.metrics import METRICS, read_metrics
 from launcher.monitor.plot import plot_loss
 from launcher.monitor.summary import RankMemory, print_summary, write_summary
 from launcher.monitor.trace import Trace
 from launcher.optim.loss_scale import LossScaleExhausted
+from launcher.pipeline.timeline.recording import TIMELINE
 from launcher.recipe_state import RecipeState
 from launcher.run import Run
-from launcher.training_log import METRICS, TIMELINE, TrainingLog
+from launcher.training_log import TrainingLog
 
 if TYPE_CHECKING:
     from launcher.replica_run import ReplicaRun

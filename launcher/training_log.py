@@ -6,13 +6,12 @@ from types import TracebackType
 from typing import Any
 
 from launcher.engine import Engine, report
-from launcher.monitor.metrics import MetricsWriter, read_metrics
+from launcher.monitor.metrics import METRICS, MetricsWriter, read_metrics
 from launcher.monitor.progress import ProgressLine
 from launcher.monitor.utilisation import Utilisation, flops_per_token, peak_of
+from launcher.pipeline.timeline.recording import TIMELINE
 from launcher.run import Run
 
-METRICS, TIMELINE = "metrics.jsonl", "schedule.json"
-"""In the run's directory."""
 DRAWN_EVERY = 20
 """Optimizer steps from one timeline to the next: gathering one takes a collective along the stages."""
 

@@ -115,7 +115,12 @@ class MirroredFiles(RunFiles):
     def __init__(self, mirror: RunMirror, estimate: EstimatedPeaks | None) -> None:
         super().__init__(mirror.status, estimate)
         self._mirror, self.called = mirror, mirror.called
-        self.ask_stacks, self.ask_log = mirror.ask_stacks, mirror.ask_log  # type: ignore[method-assign]
+
+    def ask_stacks(self) -> None:
+        self._mirror.ask_stacks()
+
+    def ask_log(self, rank: int) -> None:
+        self._mirror.ask_log(rank)
 
 
 def _show(flags: argparse.Namespace, files: RunFiles) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 ANSWER_S = 5.0
+"""How long the head of the cluster has to accept a connection."""
 NO_CLUSTER = "start launch on a node of the cluster (ray start ...), or name it: --address HOST:6379"
 PLACED_S = 60.0
 """How long Ray has to find room."""

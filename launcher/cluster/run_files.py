@@ -12,9 +12,10 @@ import sys
 EVERY_S = 1.0
 TAIL = 1 << 16
 """Bytes of a file that grows, and of a log."""
-FOUND = ("logs/status.json", "*/logs/status.json", "runs/*/logs/status.json")
+STATUS = "logs/status.json"
+FOUND = (STATUS, f"*/{STATUS}", f"runs/*/{STATUS}")
 SENT = {
-    "logs/status.json": 1 << 24,
+    STATUS: 1 << 24,
     "metrics.jsonl": TAIL,
     "schedule.json": 1 << 22,
     "config.json": 1 << 20,
@@ -52,7 +53,7 @@ def newest(hello):  # type: ignore[no-untyped-def]
     """Return the directory of the run, absolute; None where there is none."""
     with contextlib.suppress(OSError):  # it may be named by an absolute path
         os.chdir(hello["directory"])
-    under = [os.path.join(glob.escape(hello["run"]), FOUND[0])] if hello["run"] else FOUND
+    under = [os.path.join(glob.escape(hello["run"]), STATUS)] if hello["run"] else FOUND
     found = [path for pattern in under for path in glob.glob(pattern)]
     return (
         os.path.dirname(os.path.dirname(os.path.abspath(max(found, key=os.path.getmtime)))) if found else None
@@ -60,7 +61,7 @@ def newest(hello):  # type: ignore[no-untyped-def]
 
 
 def written(run):  # type: ignore[no-untyped-def]
-    return os.path.getmtime(os.path.join(run, "logs", "status.json"))
+    return os.path.getmtime(os.path.join(run, STATUS))
 
 
 def send_changed(run, known):  # type: ignore[no-untyped-def]

@@ -18,13 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from launcher.cluster import runners
+from launcher.cluster import run_files, runners
 from launcher.cluster.hostfile import Host
 from launcher.cluster.run_status import FILE
 from launcher.errors import ConfigError, printable
 from launcher.files import replace_text
 
-FILES = ("logs/status.json", "metrics.jsonl", "schedule.json", "config.json", "logs/stacks.txt")
 ANSWER_S = 15.0
 """How long hosts are waited for."""
 LONGEST_LINE = 1 << 26
@@ -42,7 +41,7 @@ class RunMirror:
         self.directory = Path(self._temporary.name)
         (self.directory / "logs").mkdir()
         self._changed, self._closed = threading.Condition(), False
-        code = Path(__file__).with_name("run_files.py").read_text(encoding="utf-8")
+        code = Path(run_files.__file__).read_text(encoding="utf-8")
         hello = {"code": code, "directory": os.getcwd(), "run": run}
         self._of: _Host | None = None  # the one that has the run
         self._hosts = [_Host(self, host, options) for host in hosts]
@@ -69,7 +68,7 @@ class RunMirror:
         with self._changed:
             while not all(host.answered for host in self._hosts) and (left := ends - time.monotonic()) > 0:
                 self._changed.wait(left)
-            there = [host for host in self._hosts if host.directory and FILES[0] in host.files]
+            there = [host for host in self._hosts if host.directory and run_files.STATUS in host.files]
             if there:
                 self._of = max(there, key=lambda host: host.written)
                 self._write(self._of)
@@ -107,7 +106,7 @@ class RunMirror:
                 replace_text(
                     self.directory / "logs" / f"rank{int(message['rank'])}.log", str(message["text"])
                 )
-            elif message["is"] == "file" and message["name"] in FILES:
+            elif message["is"] == "file" and message["name"] in run_files.SENT:
                 host.files[message["name"]] = str(message["text"])
             self._write(host)
             self._changed.notify_all()

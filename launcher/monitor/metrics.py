@@ -10,6 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+METRICS = "metrics.jsonl"
+"""In the directory of a run."""
+
 
 class MetricsWriter:
     """Appends one line per optimizer step, on the disk as soon as `write` returns.

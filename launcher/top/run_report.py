@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.errors import printable
 from launcher.files import read_small, replace_text
-from launcher.monitor.metrics import is_number
+from launcher.monitor.metrics import METRICS, is_number
 from launcher.monitor.progress import duration, short_number
 from launcher.pipeline.timeline.picture import NAMESPACE, svg
 from launcher.pipeline.timeline.simulate import Timeline
@@ -53,7 +53,7 @@ def write_report(status: Path) -> Path | None:
         OSError: the page cannot be written.
     """
     view = read_run(status)
-    if not (view.directory / "metrics.jsonl").is_file():
+    if not (view.directory / METRICS).is_file():
         return None
     file = view.directory / REPORT
     replace_text(file, run_report(view))
@@ -63,7 +63,7 @@ def write_report(status: Path) -> Path | None:
 def run_report(view: RunView) -> str:
     """Return the page of a run."""
     title = f"{view.called or view.directory.resolve().name}: {view.state}"
-    records = last_records(view.directory / "metrics.jsonl", None)
+    records = last_records(view.directory / METRICS, None)
     parts = [
         f"<h1>{_text(title)}</h1>",
         f"<p>{_text(_summary(view))}</p>",

@@ -17,7 +17,8 @@ from typing import Any
 from launcher.errors import ConfigError, LauncherError, printable
 from launcher.files import read_small
 from launcher.monitor.flight_recorder import COUNTED
-from launcher.pipeline.timeline.recording import read
+from launcher.monitor.metrics import METRICS
+from launcher.pipeline.timeline.recording import TIMELINE, read
 from launcher.pipeline.timeline.simulate import Timeline
 
 STATUS = "status.json"
@@ -255,9 +256,9 @@ def _view(status: Path, content: Mapping[str, Any], before: dict[int, Any]) -> R
         written_at=_moment(content["written_at"]),
         ranks=ranks,
         messages=[(_moment(message["at"]), str(message["text"])) for message in content["messages"]],
-        records=last_records(directory / "metrics.jsonl"),
+        records=last_records(directory / METRICS),
         saved=saved,
-        timeline=_timeline(directory / "schedule.json", _moment(content["started_at"])),
+        timeline=_timeline(directory / TIMELINE, _moment(content["started_at"])),
         samples=samples,
     )
 

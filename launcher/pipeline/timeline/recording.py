@@ -16,6 +16,8 @@ from launcher.files import replace_text
 from launcher.pipeline.schedules.actions import COMPUTE, Action, ActionKind
 from launcher.pipeline.timeline.simulate import Span, Timeline
 
+TIMELINE = "schedule.json"
+"""In the directory of a run: one of its last steps."""
 MOST = 1 << 14
 """Stages, chunks or microbatches of a run."""
 

@@ -125,17 +125,18 @@ def in_words(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a number for the bits of each tensor, of which there is one at least: the sum of its words, int64
+    [tensors], on their device. One bit more or less always changes it."""
+    return torch.stack([_bits(tensor).sum(dtype=torch.int64) for tensor in tensors])
+
+
 def digests(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a number for the bits of each tensor: the sum of its words. One bit more or less always changes it."""
-    return (
-        torch.stack([bits_of(tensor).sum(dtype=torch.int64) for tensor in tensors]).tolist()
-        if tensors
-        else []
-    )
+    """Return the same as numbers; none for none."""
+    return checksums(tensors).tolist() if tensors else []
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    """Return the words of a tensor, as whole numbers."""
+def _bits(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     size = flat.element_size()
     wide = not (flat.nbytes % 8 or flat.storage_offset() * size % 8)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from launcher.zero.features.replicas import bits_of, digests
+from launcher.zero.features.replicas import checksums, digests
 from launcher.zero.gradients import FlatGradient
 
 T = TypeVar("T")
@@ -22,11 +22,7 @@ class _Watched:
         self.noted: list[Tensor] = []
 
     def look(self, full: Tensor) -> None:
-        self.noted.append(
-            torch.stack(
-                [bits_of(full[slot.span]).sum(dtype=torch.int64) for slot in self._gradient.flat.slots]
-            )
-        )
+        self.noted.append(checksums([full[slot.span] for slot in self._gradient.flat.slots]))
         if self.before is not None:
             self.before.look(full)
 
