@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but for tab and newline, marks that turn the direction of text, and halves of characters."""
@@ -17,6 +18,13 @@ def shortened(text: str, most: int = 80) -> str:
     """Return the text on one line, and not longer than `most` characters."""
     line = text.replace("\n", "\\n").replace("\t", "\\t")
     return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def first_names(names: Iterable[str], most: int = 4, between: str = ", ") -> str:
+    """Return the first names of many, and how many more there are: "a, b, c, d and 3 more"."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
 
 
 class LauncherError(Exception):

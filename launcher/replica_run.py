@@ -35,7 +35,7 @@ logger = logging.getLogger("launcher")
 
 @dataclass
 class Told:
-    """What the members of an epoch have told each other of a step."""
+    """The values of a step that the members of an epoch have exchanged."""
 
     loss: float
     """The mean over all tokens."""

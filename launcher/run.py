@@ -67,7 +67,8 @@ class Run:
     memory: PeerMemory | None = None
     """Where copies of the state are kept (`checkpoint.peer_memory`)."""
     ownership: owner.Ownership | None = None
-    """Of the output directory, on rank 0 of a run that `launch` has not started: else the agent has it."""
+    """The ownership of the output directory, on rank 0 of a run that `launch` has not started: else the agent has
+    it."""
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> Run:
@@ -140,7 +141,7 @@ class Run:
                 self.say(line)
 
     def look_again(self) -> None:
-        """What the run goes on from, where replicas begin: others may have saved since this one was started."""
+        """Look for the checkpoint again where replicas begin: others may have saved since this one was started."""
         self.has_saved = broadcast_from_first(earlier_run.has_saved(self.output_dir))
         self.resuming = Resuming.wanted(self.args, self.checkpoints, own=self.has_saved)
 

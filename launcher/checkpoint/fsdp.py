@@ -34,7 +34,7 @@ from launcher.checkpoint.names import (
 from launcher.checkpoint.place_in_schedule import place_in_schedule
 from launcher.checkpoint.reader import overlap, read_chunk, read_stored
 from launcher.comm.plain import encode
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, first_names
 
 logger = logging.getLogger("launcher")
 
@@ -61,7 +61,7 @@ class _Part:
 
 @dataclass
 class FsdpContent:
-    """What a checkpoint has, under launcher's names.
+    """The content of a checkpoint, under launcher's names.
 
     Attributes:
         metadata: shapes, dtypes, and where in which file everything is.
@@ -149,8 +149,8 @@ class FsdpContent:
         members = {name for group in self._groups()[1] for name in group} if kept else set[str]()
         if lacking := sorted(members - kept):
             logger.warning(
-                "%s has no state of %d of the parameters that the optimizer steps, which begin anew: %s%s",
-                self.directory, len(lacking), ", ".join(lacking[:3]), ", ..." if lacking[3:] else "",
+                "%s has no state of %d of the parameters that the optimizer steps, which begin anew: %s",
+                self.directory, len(lacking), first_names(lacking),
             )  # fmt: skip
 
     def _check_states(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from launcher.checkpoint.export import ExportEntry, write_safetensors
 from launcher.checkpoint.source import SourceCheckpoint, there_already
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, first_names
 from launcher.models.build import build_on_meta, load_config
 from launcher.models.companions import CONFIG, adopt_generation, source_of, write_companions
 from launcher.models.hub_layout import HubLayout
@@ -103,10 +103,9 @@ def check_model(stored: SourceCheckpoint, model: Any, named: str) -> None:
         ),
     ]
     if problems:
-        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
         adapters = any("lora_" in name for name in stored.shapes)
         raise CheckpointError(
-            f"{stored.path} is not a checkpoint of the model {named}: {'; '.join(problems[:4])}{more}.",
+            f"{stored.path} is not a checkpoint of the model {named}: {first_names(problems, between='; ')}.",
             where=str(stored.path),
             fix="adapters (LoRA) are merged in Python: --format fp32 writes their weights alone"
             if adapters

@@ -81,7 +81,7 @@ class PeerMemory:
         self._key = "checkpoint.peer_memory" if copies else "fault_tolerance"
         self.found: tuple[str, dict[str, Any]] | None = None
         self._held: list[dict[str, int]] = []
-        """Of each node: the files of the checkpoint that was found, with their sizes."""
+        """For each node, the files of the checkpoint that was found, with their sizes."""
 
     @classmethod
     def of_run(cls, *, copies: bool = True) -> PeerMemory | None:

@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from launcher.checkpoint.deepspeed.files import is_deepspeed
 from launcher.checkpoint.names import METADATA_FILE, fsdp_directories
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, first_names
 
 T = TypeVar("T")
 _ALLOWED = {
@@ -193,7 +193,7 @@ def check_fit(where: Path, metadata: Metadata, tensors: Mapping[str, torch.Tenso
     ]
     ragged = [name for name in tensors if name in stored and not covers(metadata, name, tensors[name])]
     problems = [
-        f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        f"{len(names)} {what}: {first_names(names)}"
         for what, names in (("missing", missing), ("of another shape", wrong), ("incomplete", ragged))
         if names
     ]

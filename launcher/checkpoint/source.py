@@ -23,7 +23,7 @@ STEP = "scalar/step/"
 
 
 class SourceCheckpoint:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Args:
         path: of the checkpoint.

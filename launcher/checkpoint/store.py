@@ -39,7 +39,7 @@ from launcher.checkpoint.save_checks import (
 )
 from launcher.checkpoint.tags import latest_tag, list_tags
 from launcher.checkpoint.writer import PartialPlanner, Stamps, write_files
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, first_names
 
 __all__ = [
     "find",
@@ -333,7 +333,7 @@ def _write(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> tupl
 def _check_complete(metadata: Metadata) -> None:
     if names := incomplete(metadata):
         raise CheckpointError(
-            f"The slices of {len(names)} tensors do not make up the whole: {', '.join(names[:5])}.",
+            f"The slices of {len(names)} tensors do not make up the whole: {first_names(names)}.",
             fix="every element must be on one of the ranks that save",
         )
 

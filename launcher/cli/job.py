@@ -74,7 +74,7 @@ class Job:
     """Variables that the user asked for, for all nodes."""
 
     sync_manifest: SyncManifest | None = None
-    """What `--sync` ships."""
+    """The files that `--sync` ships."""
 
     output_dir: Path | None = None
     """The run's directory, once it is made."""

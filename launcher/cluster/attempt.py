@@ -40,7 +40,7 @@ class RunOutcome:
 
     exit_code: int
     message: str | None = None
-    """What to tell the user where it failed or was interrupted."""
+    """The text that the user is told where it failed or was interrupted."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LogOptions:
     several: bool = False
     """Hosts are named."""
     places: Sequence[str] = ()
-    """What each rank is in the mesh."""
+    """The coordinates of each rank in the mesh, in words."""
     shown: dict[int, str] = field(default_factory=dict)
     """The name of each rank that is shown; empty shows rank 0 as it is."""
     shows_rank_0: bool = False

@@ -52,7 +52,7 @@ class Failure:
     tail: Sequence[str] = ()
     """The last lines of its log."""
     memory_killer: str | None = None
-    """What says that the kernel killed it for memory."""
+    """The evidence that the kernel killed it for memory."""
     disk_full: bool = False
     """Its log cannot be written any more, for want of room."""
     left_before: Sequence[int] = ()

@@ -24,11 +24,11 @@ class RankState:
     rank: int
     host: str
     number: int | None
-    """Of the operation that it began last, counted among the same ranks; None where it has shown nothing."""
+    """The number of the operation that it began last, counted among the same ranks; None where it has shown nothing."""
     text: str
     since_s: float
     stack: str
-    """Of all its threads, as faulthandler writes them; empty where it gave none."""
+    """The stacks of all its threads, as faulthandler writes them; empty where it gave none."""
     among: str = ""
     """The ranks that all begin that operation, in words; empty for what a rank does alone or with one other."""
 

@@ -27,7 +27,7 @@ class PodOptions:
     image: str
     nodes: int
     flags: Sequence[str]
-    """Of `launch`, without those that say which node a pod is, and without the configuration."""
+    """The flags of `launch`, without those that say which node a pod is, and without the configuration."""
     recipe: Sequence[str]
     """With its flags."""
     gpus: int = 0

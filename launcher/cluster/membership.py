@@ -26,7 +26,7 @@ Outgoing: TypeAlias = tuple[int, int, Message]
 
 @dataclass
 class Question:
-    """What a rank says when it asks.
+    """The request of a rank.
 
     Args:
         step: of its weights.
@@ -43,7 +43,7 @@ class Question:
 
 @dataclass
 class Replica:
-    """What is known of one replica."""
+    """The state of one replica, as far as it is known."""
 
     attempt: int = -1
     present: set[int] = field(default_factory=set)

@@ -34,7 +34,7 @@ class ConnectionAttempt:
     reached: tuple[str, ...]
     """Addresses that answered."""
     why: str | None
-    """What was wrong with another one."""
+    """The reason why another address could not be used."""
 
 
 class Node:

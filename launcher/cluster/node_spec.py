@@ -35,7 +35,7 @@ class NodeSpec:
     arguments: Sequence[str]
     log_dir: str
     ranks: int = 1
-    """Of this node."""
+    """The number of ranks on this node."""
     first_rank: int = 0
     """Ranks are numbered node by node."""
     world_size: int = 1

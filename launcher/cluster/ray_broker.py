@@ -26,7 +26,7 @@ PLACED_S = 60.0
 
 
 class NoRoomError(Exception):
-    """What Ray cannot give, and what to do."""
+    """Ray cannot give what was asked for; the message says what to do."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)

@@ -48,7 +48,7 @@ class RunIsOver(Exception):
 
 @dataclass(frozen=True)
 class Epoch:
-    """What the coordinator has decided. See `Membership`.
+    """The decision of the coordinator. See `Membership`.
 
     Args:
         members: replicas that train together.
@@ -146,7 +146,7 @@ class ReplicaGroup:
         return bool(self._answer("write", "over")["is"] == "write")
 
     def written(self) -> None:
-        """What the run leaves is written."""
+        """Tell the coordinator that the run's results are written."""
         self._say("written")
 
     @property

@@ -40,7 +40,7 @@ class Runner:
 
     command: Callable[[Host, RunnerOptions], list[str]]
     program: str
-    """What must be installed here."""
+    """The program that must be installed here."""
     dials: bool = False
     """Its command forwards no input: the stream is a TCP connection to the agent instead (`dial.py`)."""
 

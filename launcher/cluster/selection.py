@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launcher.cluster.hostfile import Host, numbers
-from launcher.errors import ConfigError, shortened
+from launcher.errors import ConfigError, first_names, shortened
 
 
 def select(
@@ -93,7 +93,7 @@ def _parse(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, 
             raise ConfigError(
                 f"{shortened(name)!r} is not a host of this run",
                 where=where,
-                fix=f"did you mean {near[0]!r}?" if near else f"hosts: {_few(list(there))}",
+                fix=f"did you mean {near[0]!r}?" if near else f"hosts: {first_names(there, 8)}",
             )
         chosen = numbers(slots, where) if colon else there[name]
         missing = sorted(set(chosen) - set(there[name]))
@@ -116,10 +116,6 @@ def _nodes(text: str, there: dict[str, tuple[int, ...]]) -> list[str]:
         nodes.append(joined if both else parts[at])
         at += 2 if both else 1
     return nodes
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def masked_devices(mask: str | None, slots: Sequence[int], where: str) -> str | None:

@@ -262,7 +262,7 @@ def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Examined:
-    """What the checks say of a document.
+    """The findings of the checks about a document.
 
     Attributes:
         config: None when there are problems.

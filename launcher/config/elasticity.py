@@ -77,7 +77,7 @@ class ElasticityConfig(Section):
     """Batch keys that are written, or given by the run, are overridden; false: they are an error."""
 
     prefer_larger_batch: bool = True
-    """Of two batch sizes that fit equally many numbers of GPUs take the larger."""
+    """The larger of two batch sizes that fit equally many numbers of GPUs is taken."""
 
     num_gpus_per_node: Count = 1
     """Version 0.2: a run grows and shrinks by whole nodes of so many GPUs."""

@@ -158,8 +158,8 @@ class FaultToleranceConfig(Section):
 
 
 class ReplicaCheckConfig(Section):
-    """What several ranks hold alike is compared, bit for bit: a fault of memory or of a processor, or a script that
-    changes weights on some ranks only, is found, and the ranks and parameters are named.
+    """Compare, bit for bit, the values that several ranks hold alike: a fault of memory or of a processor, or a
+    script that changes weights on some ranks only, is found, and the ranks and parameters are named.
 
     These are parameters at stages 0 to 2, and those that stage 3 keeps whole; at stage 0, and in the groups of MiCS,
     the optimizer's state, too. What is sharded has no replica: `resting` and `replay_every` find faults in it. What is

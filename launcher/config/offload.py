@@ -80,7 +80,7 @@ class OffloadOptimizerConfig(OffloadConfig):
     """The next flat buffer is read from NVMe while this one is stepped."""
 
     pipeline_write: bool = True
-    """What was stepped is written to NVMe while the next one is stepped. False: written first."""
+    """A group that was stepped is written to NVMe while the next one is stepped. False: written first."""
 
     fast_init: bool = False
     """Quicker start with NVMe."""
@@ -105,7 +105,7 @@ class ZenFlowConfig(Section):
     """Share of gradient columns updated in each step."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """What counts the intervals at which these are chosen."""
+    """The unit in which the intervals of choosing are counted."""
 
     select_interval: Count | Literal["auto"] = "auto"
     """Steps or epochs after which these are chosen again."""
@@ -161,5 +161,5 @@ class AioConfig(Section):
     """Straight from the GPU to storage."""
 
     checksum: Literal["samples", "all"] = "samples"
-    """What is checked when data come back from NVMe: two words of every 4096 bytes, which costs nothing and finds what
-    disks lose or mix up, or all bytes, which reads the memory once more. Not in DeepSpeed."""
+    """The part of the data that is checked when they come back from NVMe: two words of every 4096 bytes, which costs
+    nothing and finds what disks lose or mix up, or all bytes, which reads the memory once more. Not in DeepSpeed."""

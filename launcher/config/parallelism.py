@@ -117,7 +117,7 @@ class PartitionConfig(Section):
     }
 
     use_default_specs: bool = True
-    """What no rule matches is split as the model's own plan says; false: it stays whole."""
+    """A parameter that no rule matches is split as the model's own plan says; false: it stays whole."""
 
     strict_mode: bool = False
     """A linear layer that neither a rule nor the plan covers is an error; false: it stays whole."""
@@ -318,9 +318,10 @@ class PipelineConfig(Section):
     """Stages: groups of ranks that each hold a part of the layers. Null: 1, or what a PipelineModule says."""
 
     partition: Annotated[str, BeforeValidator(_method)] = "best"
-    """What is balanced among the stages: "best" the estimated operations of a forward, "uniform" the number of layers,
-    "parameters" their elements, "type:REGEX" the layers whose class name matches, "profile" the times that rank 0
-    measures before the cut (of a PipelineModule with the first rows of initialize(training_data=...))."""
+    """The quantity that is balanced among the stages: "best" the estimated operations of a forward, "uniform" the
+    number of layers, "parameters" their elements, "type:REGEX" the layers whose class name matches, "profile" the
+    times that rank 0 measures before the cut (of a PipelineModule with the first rows of
+    initialize(training_data=...))."""
 
     seed_layers: bool = False
     """The layer i of a PipelineModule is made under the seed `base_seed` + i. False: under one of its own, too, from

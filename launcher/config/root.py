@@ -150,8 +150,8 @@ class Config(Section):
     """How gradients are combined over the data-parallel ranks: mean or sum (microbatches are averaged)."""
 
     loss_normalization: Annotated[Literal["microbatches", "tokens"], BeforeValidator(lower)] = "microbatches"
-    """What `train_batch` averages: the losses of microbatches and ranks, or those of all tokens that are learned in the
-    step. Recipes always count tokens."""
+    """The losses that `train_batch` averages: those of microbatches and ranks, or those of all tokens that are
+    learned in the step. Recipes always count tokens."""
 
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced; null: the one they have."""

@@ -138,7 +138,7 @@ class CyclicLRParams(TorchParams):
     """Factor of "exp_range"."""
 
     scale_mode: Literal["cycle", "iterations"] = "cycle"
-    """What a `scale_fn` counts; a JSON cannot hold one, and `mode` decides by itself."""
+    """The unit that a `scale_fn` counts; a JSON cannot hold such a function, and `mode` decides by itself."""
 
     cycle_momentum: bool = True
     """Momentum (or the first of betas) goes the other way."""

@@ -38,7 +38,7 @@ from launcher.engine.staging import (
     versions_of,
 )
 from launcher.engine.telemetry import open_monitor
-from launcher.errors import ArgumentsError, ConfigError, LauncherError
+from launcher.errors import ArgumentsError, ConfigError, LauncherError, first_names
 from launcher.models.units import SPREAD, SPREAD_OVER, ends_of
 from launcher.monitor.memory import trim_malloc
 from launcher.monitor.processors import warn_of_slow_products
@@ -261,7 +261,7 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
     if not all(p.is_meta for p in model.parameters()):
         names = [name for name, p in model.named_parameters() if p.is_meta]
         raise LauncherError(
-            f"{len(names)} parameters are on meta and the others are not: {', '.join(names[:3])}",
+            f"{len(names)} parameters are on meta and the others are not: {first_names(names)}",
             fix="build the whole model under zero.Init() or torch.device('meta'), or none of it",
         )
     from launcher.models.initialize import initializer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm.plain import gather_plain
-from launcher.errors import LauncherError
+from launcher.errors import LauncherError, first_names
 from launcher.pipeline.executor.batches import LazySequence
 
 if TYPE_CHECKING:
@@ -170,9 +170,7 @@ def _raise_where(found: Sequence[Sequence[str]], what: str, fix: str) -> None:
         found: of each rank, names.
         what: with a place for the names; the rank stands before it.
     """
-    from launcher.zero.features.replicas import in_words
-
-    told = [f"rank {rank} {what.format(in_words(names))}" for rank, names in enumerate(found) if names]
+    told = [f"rank {rank} {what.format(first_names(names))}" for rank, names in enumerate(found) if names]
     if told:
         raise LauncherError("; ".join(told), where="replica_check", fix=fix)
 

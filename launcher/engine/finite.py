@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from launcher.config import Config
 from launcher.engine.dtypes import scales_loss
-from launcher.errors import LauncherError, UnusedParametersError
+from launcher.errors import LauncherError, UnusedParametersError, first_names
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.optim.whole import WholeOptimizer
 from launcher.zero import ZeroModel
@@ -46,7 +46,7 @@ def check_unused(zero: ZeroModel, used: list[bool]) -> None:
     names = [slot.name for slot, flag in zip(slots, used, strict=True) if not flag]
     if names:
         raise UnusedParametersError(
-            f"{len(names)} parameters got no gradient in this step: {', '.join(names[:5])}",
+            f"{len(names)} parameters got no gradient in this step: {first_names(names)}",
             where="zero_optimization.ignore_unused_parameters is false",
             fix="freeze them, use them in the loss, or set the key to true",
         )

@@ -17,7 +17,7 @@ from launcher.checkpoint.names import META_FILE
 from launcher.checkpoint.ranks import CollectiveErrors
 from launcher.checkpoint.reader import read_metadata, shapes_of
 from launcher.engine.whole import of_stages, tied_names
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, first_names
 from launcher.models.settings import differences, settings_of
 from launcher.models.state_names import persistent_buffers
 from launcher.optim.saved_groups import saved_groups
@@ -129,7 +129,7 @@ def _check_groups(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
     if known and strange and ("writer" in meta or meta.get("imported_from")):
         raise CheckpointError(
             f"The optimizer of the checkpoint did not have {len(strange)} parameters that are trained here: "
-            f"{_some(strange)}.",
+            f"{first_names(strange)}.",
             where=str(path),
             fix="train those that were trained, tied as they were, or pass load_optimizer_states=False",
         )
@@ -171,7 +171,7 @@ def _check_names(path: Path, stored: Stored, known: set[str]) -> None:
     others = [name for name in stored if name.startswith(("model/", "buffer/")) and name not in known]
     if others:
         raise CheckpointError(
-            f"The checkpoint has {len(others)} tensors that the model does not have: {_some(others)}.",
+            f"The checkpoint has {len(others)} tensors that the model does not have: {first_names(others)}.",
             where=str(path),
             fix="load it with the model that it was saved from, or pass load_module_strict=False",
         )
@@ -196,11 +196,11 @@ def _check_shapes(
     found = (("missing", missing), ("of another shape", wrong))
     if missing and not wrong and frozen.issuperset(missing):
         raise CheckpointError(
-            f"The checkpoint has none of {len(missing)} frozen parameters: {_some(missing)}.",
+            f"The checkpoint has none of {len(missing)} frozen parameters: {first_names(missing)}.",
             where=str(path),
             fix="it was saved without them: load them first, and pass load_module_strict=False",
         )
-    if said := [f"{len(names)} {what}: {_some(names)}" for what, names in found if names]:
+    if said := [f"{len(names)} {what}: {first_names(names)}" for what, names in found if names]:
         raise CheckpointError(
             f"The checkpoint does not fit the model: {'; '.join(said)}.",
             where=str(path),
@@ -219,7 +219,7 @@ def _check_kinds(engine: Engine, path: Path, stored: Stored) -> None:
     ]
     if odd:
         raise CheckpointError(
-            f"The checkpoint has {len(odd)} parameters in another kind of numbers: {_some(odd)}.",
+            f"The checkpoint has {len(odd)} parameters in another kind of numbers: {first_names(odd)}.",
             where=str(path),
             fix="load one whose weights are not quantised",
         )
@@ -274,7 +274,7 @@ def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -
         states[name].add(f"{kind}/{key}")
     if strange:
         raise CheckpointError(
-            f"The checkpoint has {len(strange)} tensors that belong to none of its parameters: {_some(strange)}.",
+            f"The checkpoint has {len(strange)} tensors that belong to none of its parameters: {first_names(strange)}.",
             where=str(path),
             fix="it is damaged; load another checkpoint (tag)",
         )
@@ -287,7 +287,7 @@ def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -
         ]
         if lacking:
             raise CheckpointError(
-                f"The checkpoint is incomplete: {_some(lacking)}.",
+                f"The checkpoint is incomplete: {first_names(lacking)}.",
                 where=str(path),
                 fix="it is damaged; load another checkpoint (tag), or pass load_optimizer_states=False",
             )
@@ -303,7 +303,3 @@ def _alike(engine: Engine, stored: Stored) -> Iterator[list[str]]:
         if f"model/{name}" in stored:
             alike[group_of.get(id(tensor)), len(stored[f"model/{name}"].size)].append(name)
     yield from alike.values()
-
-
-def _some(names: list[str]) -> str:
-    return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"

@@ -17,7 +17,7 @@ CHECKPOINTING = "activation_checkpointing"
 
 @dataclass(frozen=True)
 class LongestSequence:
-    """What fits.
+    """The longest sequence that fits.
 
     Args:
         change: the lever that was added to those before, as JSON; "" for none.

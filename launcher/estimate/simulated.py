@@ -255,7 +255,7 @@ class SimulatedRank:
 
 
 def _versions(config: Config, mesh: Mesh) -> int:
-    """Of the weights that are held, where training is asynchronous."""
+    """Return how many versions of the weights are held where training is asynchronous."""
     pp, section = mesh.axes["pp"], config.pipeline
     if pp.degree == 1 or not section.asynchronous:
         return 1

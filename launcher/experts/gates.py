@@ -21,7 +21,7 @@ DROPPED = -1
 
 @dataclass(frozen=True)
 class Gating:
-    """What a gate says of T tokens.
+    """The decision of a gate about T tokens.
 
     Args:
         loss: balance of the experts, a number; 1 where all get as many.

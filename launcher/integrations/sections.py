@@ -50,11 +50,11 @@ class _Shown:
     """
 
     module: ClassVar[str]
-    """Of DeepSpeed's class."""
+    """The module of DeepSpeed's class."""
     path: ClassVar[tuple[str, ...]]
     """Where the section is in the JSON."""
     prefix: ClassVar[str] = ""
-    """That the keys of the JSON may have."""
+    """The prefix that the keys of the JSON may have."""
 
     def __init__(self, section: Section | None = None, **keys: Any) -> None:
         self._section: Any = self._read(keys) if section is None else section

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, first_names
 from launcher.models.fused import FusedExperts
 from launcher.models.names import match_names
 from launcher.models.safetensors_format import DTYPE_OF_NAME, INDEX_FILE, SINGLE_FILE
@@ -149,7 +149,7 @@ class SafetensorsSource:
             expected = {name for name, where in weight_map.items() if where == file}
             if absent := sorted(expected - self._add_file(path)):
                 raise CheckpointError(
-                    f"{path} lacks tensors that {index.name} says it has: {', '.join(absent[:5])}.",
+                    f"{path} lacks tensors that {index.name} says it has: {first_names(absent)}.",
                     where=str(path),
                     fix="copy or download the file again",
                 )

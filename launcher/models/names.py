@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, first_names
 from launcher.models.state_names import persistent_buffers
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _complain(
         if stored[other].shape != shapes[name]
     ]
     problems = [
-        f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        f"{len(names)} {what}: {first_names(names)}"
         for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
         if names
     ]

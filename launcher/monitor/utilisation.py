@@ -30,7 +30,7 @@ def flops_per_token(config: Any, parameters: float, length: int) -> float:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What a run's tokens are measured by.
+    """The figures that turn a run's tokens per second into MFU.
 
     Args:
         flops: of a token.

@@ -59,7 +59,7 @@ class SharedSequence:
 
     @property
     def packed(self) -> bool:
-        """Whether several documents lie in a row."""
+        """True where several documents lie in a row."""
         return any(isinstance(rule, SameGroup) for rule in self.rules)
 
 

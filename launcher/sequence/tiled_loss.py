@@ -204,7 +204,7 @@ class DeferredLogitsError(LauncherError, AttributeError):
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """What the head is called with: a loop over tiles, so that its parameters are gathered once for all of them.
+    """The head is called with this: a loop over tiles, so that its parameters are gathered once for all of them.
 
     Args:
         labels: of each position, moved already: [B, S].

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from launcher.config import PartitionConfig
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, first_names
 from launcher.tensor.plans import PLANS, WITHOUT_PLAN
 from launcher.tensor.rule import SplitRule
 from launcher.tensor.styles import STYLES, split_dim
@@ -153,5 +153,5 @@ def _how_to_write_one(model: nn.Module) -> str:
     return (
         'write tensor_parallel.partition_config.layer_specs: {"patterns": [REGEX], "partition_type": "column"} for '
         'projections that make heads or features, "row" for those that read them. Its linear layers are: '
-        f"{', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+        f"{first_names(names, 12)}"
     )

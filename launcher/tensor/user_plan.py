@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from launcher.config import PartitionConfig
 from launcher.config.parallelism import PartitionKind, SubParamShape
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, first_names
 
 RULES = "tensor_parallel.partition_config.layer_specs"
 
@@ -92,7 +92,7 @@ def check_rules(
     for rule in rules:
         if not any(rule.pattern.match(name) for name in names):
             raise ConfigError(
-                f'"{rule.pattern.pattern}" matches no parameter; they are {_some(names)}',
+                f'"{rule.pattern.pattern}" matches no parameter; they are {first_names(names)}',
                 where=rule.where,
                 fix="correct the pattern, or delete it; it must match from the start of the name",
             )
@@ -103,7 +103,7 @@ def check_rules(
     left = [name for name in linear if rule_for(spoken, name) is None and name not in known]
     if left:
         raise ConfigError(
-            f"strict_mode: {len(left)} weights of linear layers have no rule: {_some(left)}",
+            f"strict_mode: {len(left)} weights of linear layers have no rule: {first_names(left)}",
             where="tensor_parallel.partition_config.strict_mode",
             fix='write rules for them ("partition_type": "skip" keeps them whole), or "strict_mode": false',
         )
@@ -197,9 +197,3 @@ def _misfit(rule: UserRule, param: Sequence[int], why: str) -> ConfigError:
 
 def _text(shape: Iterable[int | tuple[int, ...]] | None) -> str:
     return str([list(size) if isinstance(size, tuple) else size for size in shape or ()])
-
-
-def _some(names: Collection[str]) -> str:
-    """Return the first names of many."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(list(names)[:3]) + more

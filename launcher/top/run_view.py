@@ -85,7 +85,7 @@ class RunView:
     records: list[dict[str, Any]] = field(default_factory=list)
     saved: tuple[int, float] | None = None
     timeline: Timeline | None = None
-    """Of the pipeline's stages, in one of the last steps."""
+    """The times of the pipeline's stages in one of the last steps."""
     estimate: EstimatedPeaks | None = None
     called: str = ""
     """The run, for people; "": by its directory."""

@@ -124,7 +124,7 @@ class FlatBuffer:
         self.master_dtype = master.dtype
         self._shard_is_offloaded = shard.is_offloaded
         self.is_offloaded = shard.is_offloaded or master.is_offloaded
-        """Whether its shard or its master weights are kept off the device."""
+        """True where its shard or its master weights are kept off the device."""
         self._stays = None if self.is_offloaded else (shard.load(), master.load())
 
     # ---- shard and master weights -----------------------------------------------------------

@@ -26,7 +26,7 @@ from launcher.checkpoint.deepspeed.pipeline import Layers, stages_and_splits
 from launcher.checkpoint.deepspeed.sharded import frozen, sharded
 from launcher.checkpoint.deepspeed.universal import universal
 from launcher.checkpoint.deepspeed.unsharded import of_experts, unsharded
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, first_names
 from launcher.models.stacked_names import stacked_name
 
 logger = logging.getLogger("launcher")
@@ -34,7 +34,7 @@ logger = logging.getLogger("launcher")
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
         stored: name -> logical tensor.
@@ -178,7 +178,7 @@ def _check_whole(directory: Path, stored: Place) -> None:
     lacking = [name for name, entry in stored.items() if not entry.is_whole]
     if lacking:
         raise CheckpointError(
-            f"{directory} has only parts of {len(lacking)} tensors: {', '.join(lacking[:5])}.",
+            f"{directory} has only parts of {len(lacking)} tensors: {first_names(lacking)}.",
             where=str(directory),
             fix="a file is of another run, or damaged; load another checkpoint (tag)",
         )

@@ -22,7 +22,7 @@ from launcher.models.stacked_names import EXPERT, stacked_name
 
 
 class ExpertFiles:
-    """What is in the files of experts.
+    """The content of the files of experts.
 
     Args:
         files: (layer, expert) -> file.

@@ -20,7 +20,7 @@ TIED = "tied_modules."
 
 
 class Layers:
-    """What is in the files of layers.
+    """The content of the files of layers.
 
     Args:
         files: (layer, tensor-parallel rank) -> file.

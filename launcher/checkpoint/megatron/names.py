@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint.heads import AttentionHeads
-from launcher.errors import CheckpointError
+from launcher.errors import CheckpointError, first_names
 
 LAYERS = "decoder.layers."
 _NORM_1 = ("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
@@ -26,7 +26,7 @@ _NORM_2 = ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 @dataclass(frozen=True)
 class JoinRule:
-    """What a tensor of Megatron's is made of.
+    """The rule by which a tensor of Megatron's is put together.
 
     Args:
         names: Megatron's; the first one that a checkpoint has counts, and all are written.
@@ -198,7 +198,7 @@ def tensors_of(model: Any) -> list[MegatronTensor]:
     known = {name for one in found for name in one.shapes}
     if odd := [name for name in shapes if name not in known]:
         raise CheckpointError(
-            f"Megatron has no place for {len(odd)} parameters of the model: {', '.join(odd[:3])}.",
+            f"Megatron has no place for {len(odd)} parameters of the model: {first_names(odd)}.",
             where=f"--model, model_type {kind}",
             fix="write the weights as a model of the Hub: --format hf",
         )

@@ -71,7 +71,7 @@ class StageExecutor(Protocol):
 
 @dataclass
 class SavedForward:
-    """Of a forward whose backward is to come. It holds no activations: that is up to what autograd saves.
+    """The record of a forward whose backward is to come. It holds no activations: that is up to what autograd saves.
 
     Attributes:
         received: where the gradients of the floats that were received will be, in their order.
@@ -299,7 +299,7 @@ def _gradient_of(leaf: Tensor) -> Tensor:
 
 
 def _versions(schedule: PipelineSchedule, rank: int) -> list[int]:
-    """Of each microbatch: the weights that it sees, in updates since a step began that is not the first."""
+    """Return which weights each microbatch sees, in updates since the start of a step that is not the first."""
     from launcher.pipeline.schedules.asynchronous import weights_used
 
     return [updates - (schedule.delay or 0) for updates in weights_used(schedule)[rank]]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Stopwatch:
-    """Of one rank. All ranks of a machine have one clock, and machines set theirs by the network.
+    """The start and end times of one rank's operations. All ranks of a machine have one clock, and machines set
+    theirs by the network.
 
     Attributes:
         schedule: of the last step; None before the first one.

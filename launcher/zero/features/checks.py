@@ -18,7 +18,7 @@ from torch import Tensor
 
 from launcher.comm import Axis, CollectiveRecord, record_collectives
 from launcher.comm.plain import gather_plain
-from launcher.errors import LauncherError
+from launcher.errors import LauncherError, first_names
 from launcher.zero.norm import held_by_several
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ class StepChecks:
             wrong = [name for name, value in copies.items() if _first(name, every) != value]
             if wrong:
                 raise LauncherError(
-                    f"rank {rank} has other parameters than the ranks before it: {', '.join(wrong[:5])}",
+                    f"rank {rank} has other parameters than the ranks before it: {first_names(wrong)}",
                     where=KEY,
                     fix="change parameters inside launcher.zero.GatheredParameters(..., modifier_rank=0)",
                 )
         bad = [f"{name} (rank {rank})" for rank, (_, _, names) in enumerate(every) for name in names]
         if bad:
             raise LauncherError(
-                f"{len(bad)} gradients are not finite: {', '.join(bad[:5])}",
+                f"{len(bad)} gradients are not finite: {first_names(bad)}",
                 where=KEY,
                 fix="look at the loss and the data of this step, or lower the learning rate",
             )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher.comm import Axis, all_reduce
-from launcher.errors import LauncherError
+from launcher.errors import LauncherError, first_names
 from launcher.zero.features.holders import sum_over_holders
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.norm import held_by_several
@@ -105,9 +105,8 @@ def _copies(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -
 
 
 def _wrong(names: list[str], what: str, how: str) -> LauncherError:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return LauncherError(
-        f"every tensor-parallel rank has {', '.join(names[:4])}{more}, and their gradients {what}: the plan of "
+        f"every tensor-parallel rank has {first_names(names)}, and their gradients {what}: the plan of "
         "this model is wrong about them",
         where="tensor_parallel",
         fix=f"write a rule for them in tensor_parallel.partition_config.layer_specs: {how}",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm import all_reduce
+from launcher.errors import first_names
 from launcher.zero.slot import ParamSlot
 
 if TYPE_CHECKING:
@@ -92,9 +93,9 @@ def find_overflows(model: ZeroModel) -> list[Overflow]:
 
 def in_words(found: list[Overflow], *, watched: bool = False) -> str:
     """Return the first few names; with the ranks where they were watched."""
-    names = [f"{item.name} ({_where(item.ranks)})" if watched else item.name for item in found[:NAMED]]
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return ", ".join(names) + more
+    return first_names(
+        (f"{item.name} ({_where(item.ranks)})" if watched else item.name for item in found), NAMED
+    )
 
 
 def _where(ranks: tuple[int, ...]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from launcher.comm import Axis
 from launcher.comm.plain import gather_plain
-from launcher.errors import LauncherError
+from launcher.errors import LauncherError, first_names
 from launcher.zero.flat import FlatBuffer
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,7 +27,8 @@ StateOf = Callable[[str], Mapping[str, Any]]
 
 
 class _Replica(NamedTuple):
-    """What the ranks of an axis hold alike: a flat buffer or a state of one parameter, and its pieces with names."""
+    """A value that the ranks of an axis hold alike: a flat buffer or a state of one parameter, and its pieces with
+    names."""
 
     axis: Axis
     whole: Tensor
@@ -47,7 +48,7 @@ class Deviation(NamedTuple):
     is_known: bool
 
     def __str__(self) -> str:
-        what = in_words(self.names)
+        what = first_names(self.names)
         numbers = ",".join(map(str, self.ranks))
         if self.is_known:
             who = f"rank {numbers} holds" if len(self.ranks) == 1 else f"ranks {numbers} hold"
@@ -118,11 +119,6 @@ def _compared(replicas: Sequence[_Replica]) -> Deviation | None:
     named = zip(pieces, zip(*closer, strict=True), strict=True)
     names = [name for (name, _), values in named if len(set(values)) > 1]
     return Deviation(others if known else ranks, names or ["padding"], known)
-
-
-def in_words(names: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
