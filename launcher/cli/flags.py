@@ -151,6 +151,19 @@ def add_expert_load(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_reserve(parser: argparse.ArgumentParser) -> None:
+    """Add --reserve."""
+    from launcher.monitor.device_budget import RESERVE
+
+    parser.add_argument(
+        "--reserve",
+        type=_share,
+        default=RESERVE,
+        metavar="SHARE",
+        help=f"share of the device to leave free for fragmentation and workspaces (default: {RESERVE})",
+    )
+
+
 def named(text: str) -> str:
     """Return the type of an argument that names a place, which an unset variable of a shell does not."""
     if not text:
@@ -190,6 +203,13 @@ def _load(text: str) -> float:
     found = number(text)
     if found < 1:
         raise argparse.ArgumentTypeError("the busiest rank has at least an even share: a number from 1")
+    return found
+
+
+def _share(text: str) -> float:
+    found = number(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= found < 1:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no share: write 0.06 or 6%")
     return found
 
 

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser, add_expert_load, add_model_and_ranks, positive, slots_of
+from launcher.cli.flags import (
+    FlagParser,
+    add_expert_load,
+    add_model_and_ranks,
+    add_reserve,
+    positive,
+    slots_of,
+)
 from launcher.cli.output import config_of
 from launcher.errors import ConfigError
-from launcher.sizes import bytes_of
 
 if TYPE_CHECKING:
     from launcher.config import Config
@@ -46,6 +52,7 @@ def estimate_parser() -> FlagParser:
     add("--config", required=True, metavar="DS.json", help="the run's configuration")
     add_model_and_ranks(parser)
     add("--gpu", metavar="TYPE|BYTES", help="GPU type (h100, a100-40, l4, ...), or its memory: 80GiB, 24GB")
+    add_reserve(parser)
     add("--seq-length", type=positive, metavar="L", help="tokens per sequence (default: 2048)")
     add("--rank", type=int, metavar="R", help="show this rank (default: one of each pipeline stage)")
     add_expert_load(parser)
@@ -64,12 +71,14 @@ def estimate_parser() -> FlagParser:
 def memory_estimate(argv: Sequence[str]) -> int:
     """Run `launch memory-estimate`; returns 0, or 1 where the run does not fit the device."""
     flags = estimate_parser().parse_args(argv)
-    device = None if flags.gpu is None else memory_of(flags.gpu)
     world = flags.num_gpus or (sum(slots_of(flags.hostfile)) if flags.hostfile else 1)
     from launcher.config.root import load
+    from launcher.monitor.device_budget import budget_of
 
     config = load(config_of(flags.config))
-    config.dp_degree(world)  # raises where the degrees do not make the number of ranks
+    degrees = degrees_of(config, world)
+    budget = None if flags.gpu is None else budget_of(flags.gpu, flags.reserve)
+    device = None if budget is None else budget.usable(degrees)
     if flags.rank is not None and not 0 <= flags.rank < world:
         raise ConfigError(
             f"there is no rank {flags.rank} among {world}", where="--rank", fix="ranks start at 0"
@@ -107,7 +116,9 @@ def memory_estimate(argv: Sequence[str]) -> int:
             "parameters": estimator.parameters,
             "num_gpus": world,
             "seq_length": sequence,
-            "device_bytes": device,
+            "device_bytes": None if budget is None else budget.memory,
+            "usable_bytes": device,
+            "reserve": flags.reserve,
             "expert_load": flags.expert_load,
         }
         told: dict[str, Any] = {"per_rank": [as_json(one) for one in found], "fits": fits, "inputs": inputs}
@@ -117,7 +128,9 @@ def memory_estimate(argv: Sequence[str]) -> int:
             told["advice"] = None if change is None else change[0]
         print(json.dumps(told, indent=2))
     else:
-        memory_tables.show(found, estimator.parameters, sequence, device)
+        memory_tables.show(found, estimator.parameters, sequence)
+        if budget is not None and device is not None:
+            memory_tables.verdict(found, device, budget.in_words(degrees))
         if config.expert_parallel.degree > 1:
             memory_tables.experts(estimator.model, config.expert_parallel.degree, flags.expert_load)
         if others:
@@ -146,30 +159,20 @@ def _longest(estimator: Estimator, config: Config, world: int, device: int, *, a
 
     rows = longest_sequences(estimator, config, world, device)
     if as_object:
-        print(json.dumps({"longest": [asdict(row) for row in rows], "device_bytes": device}, indent=2))
+        print(json.dumps({"longest": [asdict(row) for row in rows], "usable_bytes": device}, indent=2))
         return 0
     memory_tables.longest(rows, device, world)
     return 0
 
 
-def memory_of(gpu: str) -> int:
-    """Return the bytes of a device, by its name or by their number.
+def degrees_of(config: Config, world: int) -> tuple[int, ...]:
+    """Return the degrees of all axes whose ranks exchange something.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: they do not make the number of ranks.
     """
-    if gpu.strip()[:1].isdigit():
-        return _device_bytes(gpu)
-    from launcher.monitor.devices import device
-
-    return int(device(gpu).memory)
-
-
-def _device_bytes(text: str) -> int:
-    try:
-        return bytes_of(text)
-    except ValueError as error:
-        raise ConfigError(str(error), where="--gpu") from None
+    section = config.tensor_parallel, config.pipeline, config.expert_parallel
+    return config.dp_degree(world), config.cp_degree, *(each.degree for each in section)
 
 
 def as_json(found: Estimate) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 COMPONENTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
-def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int | None) -> None:
+def show(found: Sequence[Estimate], parameters: int, sequence: int) -> None:
     """Print each rank that was looked at, by component."""
     from rich.table import Table
 
@@ -39,11 +39,19 @@ def show(found: Sequence[Estimate], parameters: int, sequence: int, device: int 
             console.print(
                 f"off the device: host {in_words(one.host)}, NVMe {in_words(one.nvme)}", markup=False
             )
-    if device is not None:
-        fullest = max(found, key=lambda one: one.peak)
-        verdict = "fits" if fullest.peak <= device else "does NOT fit"
-        which = f" on rank {fullest.rank}" if len(found) > 1 else ""
-        console.print(f"{verdict}: {in_words(fullest.peak)} of {in_words(device)}{which}", markup=False)
+
+
+def verdict(found: Sequence[Estimate], usable: int, of: str) -> None:
+    """Print whether the fullest rank fits.
+
+    Args:
+        usable: bytes that tensors can take.
+        of: the same in words, with who takes the rest.
+    """
+    fullest = max(found, key=lambda one: one.peak)
+    fits = "fits" if fullest.peak <= usable else "does NOT fit"
+    which = f" on rank {fullest.rank}" if len(found) > 1 else ""
+    new_console().print(f"{fits}{which}: {in_words(fullest.peak)} of {of}", markup=False)
 
 
 def experts(model: nn.Module, ranks: int, load: float) -> None:

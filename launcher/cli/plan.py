@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser, add_expert_load, add_model_and_ranks, positive, size, slots_of
+from launcher.cli.flags import (
+    FlagParser,
+    add_expert_load,
+    add_model_and_ranks,
+    add_reserve,
+    positive,
+    size,
+    slots_of,
+)
 from launcher.cli.output import must_be_new, new_console, write
 from launcher.errors import ConfigError
 
@@ -29,7 +37,6 @@ examples:
 --model: a Hugging Face id, a directory, or a config.json. docs/plan.md says how steps are predicted.
 """
 LEAST_TOKENS, TOKENS_OF_A_RANK, MOST_TOKENS = 1 << 19, 1 << 14, 1 << 24
-RESERVED = 1 << 30
 EXIT_NOTHING_FITS = 1
 SHOWN = 0.005  # the least part of a step's time that is shown
 
@@ -56,6 +63,7 @@ def plan_parser() -> FlagParser:
         metavar="BYTES",
         help="memory of a GPU, if it differs from the data sheet: 40GiB",
     )
+    add_reserve(parser)
     add(
         "--global-batch",
         type=positive,
@@ -88,10 +96,10 @@ def plan(argv: Sequence[str]) -> int:
     flags = plan_parser().parse_args(argv)
     if flags.write:
         must_be_new(flags.write, "--write")
+    from launcher.monitor.device_budget import budget_for
     from launcher.monitor.devices import device
 
     kind = device(flags.gpu)
-    memory = kind.memory if flags.memory is None else flags.memory
     world, per_node = _ranks(flags, kind.per_node)
     from launcher.engine.dtypes import DTYPES
     from launcher.models.build import load_config
@@ -104,8 +112,8 @@ def plan(argv: Sequence[str]) -> int:
     sequence = flags.seq_length or min(4096, getattr(model, "max_position_embeddings", None) or 4096)
     batch = flags.global_batch or default_batch(world, sequence)
     work = replace(work_of(model, sequence, DTYPES[flags.dtype]), expert_load=flags.expert_load)
-    place = PlanSearch(kind, per_node, memory - RESERVED)
-    needs = MemoryPredictor(model, sequence, flags.dtype, expert_load=flags.expert_load)
+    place = PlanSearch(kind, per_node, budget_for(kind, flags.reserve, flags.memory))
+    needs = MemoryPredictor(model, work, flags.dtype)
     choices = choose(work, place, layouts(work, world, batch), needs.peak, needs.kept, top=flags.top)
     inputs = {
         "model": flags.model,
@@ -137,7 +145,7 @@ def plan(argv: Sequence[str]) -> int:
         from launcher.monitor.figure import save
         from launcher.plan.pictures import pareto
 
-        save(pareto(choices, place.memory), flags.plot)
+        save(pareto(choices, place.usable(choices[0].layout)), flags.plot)
     if flags.html:
         from launcher.plan.page import page
 
@@ -188,6 +196,8 @@ def _show(inputs: dict[str, Any], place: PlanSearch, choices: Sequence[Choice], 
     console.print(table)
     reached = place.device.calibrated_on or "default fractions of the peaks"
     console.print(f"Predicted from the data sheet of {place.device.title} and {reached}.", markup=False)
+    room = place.budget.in_words(choices[0].layout.degrees)
+    console.print(f"Tensors of the first can take {room}.", markup=False)
     if inputs["in_one_piece"]:
         left = "Pipeline stages and shared sequences are left out: the model has an auxiliary router loss"
         console.print(f"{left} (output_router_logits in its config.json).", markup=False)

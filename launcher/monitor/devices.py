@@ -28,6 +28,7 @@ class Device:
         network_share: what collectives reach of `inside` and `across`.
         fp32_share: of `flops`, for products of fp32.
         host_traffic: what a rank gets of the memory of its host while all ranks use it.
+        context, group: bytes of memory beside tensors; see `device_budget.py`.
         calibrated_on: where these shares come from; "" where they are the defaults.
     """
 
@@ -44,6 +45,8 @@ class Device:
     network_share: float
     fp32_share: float
     host_traffic: float
+    context: float
+    group: float
     calibrated_on: str
 
 
@@ -60,7 +63,7 @@ def device(name: str) -> Device:
     Raises:
         ConfigError: there is no such device in the table, or the file is none.
     """
-    row, defaults = _measured(name) if name.endswith(".json") else _row(name), _table()["defaults"]
+    row = _measured(name) if name.endswith(".json") else _row(name)
     if row is None:
         known = [str(each["names"][0]).lower().replace(" ", "-") for each in _table()["devices"]]
         near = [one for one in known if name.lower() in one] or difflib.get_close_matches(name.lower(), known)
@@ -68,7 +71,7 @@ def device(name: str) -> Device:
         if name[:1].isdigit() and not near:  # as memory-estimate takes it
             meant = f"name its type, which says how fast it is, and write --memory {name} beside it; "
         raise ConfigError(f"unknown GPU {name!r}", where="--gpu", fix=f"{meant}known: {', '.join(known)}")
-    shares = {**defaults, **row}
+    shares = {**defaults(), **row}
     return Device(
         title=row["title"],
         memory=row["memory_gib"] * 2**30,
@@ -83,8 +86,15 @@ def device(name: str) -> Device:
         network_share=shares["network"],
         fp32_share=shares["fp32"],
         host_traffic=shares["host_memory_gb_s"] * 1e9,
+        context=shares["context_mib"] * 2**20,
+        group=shares["group_mib"] * 2**20,
         calibrated_on=row.get("calibrated_on", ""),
     )
+
+
+def defaults() -> dict[str, float]:
+    """Return the figures of a device whose row leaves them out."""
+    return dict(_table()["defaults"])
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
+from launcher.monitor.device_budget import DeviceBudget
 from launcher.monitor.devices import Device
 from launcher.plan.layout import CHUNKS, MICROBATCHES, OFFLOADS, TENSOR, Layout
 from launcher.plan.speed import StepTime, flops_per_rank, step_time
@@ -42,12 +43,16 @@ class PlanSearch:
 
     Args:
         per_node: ranks of a node.
-        memory: bytes of a device that a run may take.
+        budget: memory of a device.
     """
 
     device: Device
     per_node: int
-    memory: float
+    budget: DeviceBudget
+
+    def usable(self, layout: Layout) -> int:
+        """Return the bytes of a device that the tensors of a layout can take."""
+        return self.budget.usable(layout.degrees)
 
 
 def choose(
@@ -70,12 +75,12 @@ def choose(
         (step_time(work, way, place.device, place.per_node).total, at, way) for at, way in enumerate(ways)
     ]
     found: dict[tuple[int, int, int, int, int], Choice] = {}
-    hopeless = _Hopeless(work, kept, place.memory)
+    hopeless = _Hopeless(work, kept, place)
     for _, _, way in sorted(timed, key=lambda each: each[:2]):
         if way.mesh in found or hopeless(way):
             continue
         peak = needs(way)
-        if peak is None or peak > place.memory:
+        if peak is None or peak > place.usable(way):
             hopeless.learn(way, too_large=peak is not None)
             continue
         found[way.mesh] = judged(work, place, way, peak)
@@ -94,15 +99,15 @@ class _Hopeless:
     """Layouts that need not be asked: those that are too large at least, that take more of everything than one that
     was too large, or that were refused with a microbatch no larger."""
 
-    def __init__(self, work: ModelWork, kept: BackwardBytes, memory: float) -> None:
-        self._work, self._kept, self._memory = work, kept, memory
+    def __init__(self, work: ModelWork, kept: BackwardBytes, place: PlanSearch) -> None:
+        self._work, self._kept, self._place = work, kept, place
         self._too_large: dict[object, list[tuple[int, ...]]] = {}
         self._refused: dict[Layout, int] = {}  # with a microbatch of one sequence -> the smallest that was
 
     def __call__(self, way: Layout) -> bool:
         if way.micro >= self._refused.get(_one(way), way.micro + 1):
             return True
-        if states(self._work, way) + self._kept(way) > self._memory:
+        if states(self._work, way) + self._kept(way) > self._place.usable(way):
             return True
         known = self._too_large.get(_kind(way), ())
         return any(all(a >= b for a, b in zip(_appetite(way), less, strict=True)) for less in known)
@@ -128,11 +133,12 @@ def _appetite(way: Layout) -> tuple[int, ...]:
 
 
 def states(work: ModelWork, layout: Layout) -> float:
-    """Return the bytes of weights, gradients and AdamW's states on the device; buffers and padding left out."""
+    """Return the bytes of weights, gradients and AdamW's states on the device; buffers and padding left out. The stages
+    of a pipeline have whole weights and gradients between its first microbatch and its last."""
     experts = work.expert_parameters
     weights, gradients, moments = (
         work.parameters / layout.copies
-        if layout.stage >= stage
+        if layout.stage >= stage and (layout.pp == 1 or stage == 1)
         else work.parameters - experts + experts / layout.ep
         for stage in (3, 2, 1)
     )
@@ -149,8 +155,8 @@ def reasons(
         peak = needs(other)
         if peak is None:
             continue
-        if peak > place.memory:
-            yield f"{name}: does not fit, {in_words(peak)} of {in_words(place.memory)}"
+        if peak > place.usable(other):
+            yield f"{name}: does not fit, {in_words(peak)} of {in_words(place.usable(other))}"
             continue
         time = step_time(work, other, place.device, place.per_node, exact=True)
         slower = time.total / choice.time.total - 1

@@ -14,7 +14,7 @@ TENSOR = (1, 2, 4, 8, 16)
 CONTEXT = (1, 2, 4, 8, 16)
 ENOUGH = 4096  # tokens of a sequence on a rank: shorter ones need not be shared
 EXPERT = (1, 2, 4, 8, 16, 32, 64)
-CHUNKS = (2, 4, 8)
+CHUNKS = (2, 3, 4, 5, 6, 7, 8)
 OFFLOADS = ("none", "optimizer", "all")
 
 
@@ -55,6 +55,11 @@ class Layout:
     @property
     def mesh(self) -> tuple[int, int, int, int, int]:
         return self.tp, self.pp, self.dp, self.cp, self.ep
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int, int]:
+        """Return those of all axes whose ranks exchange something."""
+        return self.dp, self.cp, self.tp, self.pp, self.ep
 
     @property
     def copies(self) -> int:

@@ -11,6 +11,8 @@ from launcher.errors import ConfigError
 from launcher.estimate.answer import Estimate
 from launcher.estimate.estimator import Estimator
 from launcher.plan.layout import Layout, as_json
+from launcher.plan.stages import stage_loads
+from launcher.plan.work import ModelWork
 
 ENOUGH = 3
 
@@ -20,26 +22,24 @@ class MemoryPredictor:
     """Answers for one model, and remembers.
 
     Args:
-        sequence: tokens of a sequence.
+        work: of the model: how long sequences are, and by what stages are cut.
         dtype: "bf16", "fp16" or "fp32".
         refused: why layouts cannot run, by layout.
-        expert_load: see `ModelWork`.
     """
 
     model: PretrainedConfig
-    sequence: int
+    work: ModelWork
     dtype: str = "bf16"
     refused: dict[Layout, str] = field(default_factory=dict)
-    expert_load: float = 1.0
 
     def __post_init__(self) -> None:
-        self._estimator = Estimator(self.model, self.expert_load)
+        self._estimator = Estimator(self.model, self.work.expert_load)
         self._known: dict[Layout, tuple[Estimate, ...]] = {}
         self._kept: dict[Layout, int] = {}
 
     def of(self, layout: Layout) -> tuple[Estimate, ...]:
-        """Return the first rank of the first stage, and of the last: the one holds most microbatches, the other the
-        logits.
+        """Return the first ranks of the first stage, which holds most microbatches, of the last, which has the logits,
+        and of the one with most blocks.
 
         Raises:
             ConfigError: the layout cannot run.
@@ -48,9 +48,11 @@ class MemoryPredictor:
         layout = replace(layout, accumulation=min(layout.accumulation, enough))
         if layout not in self._known:
             config = load(as_json(layout, dtype=self.dtype))
-            ranks = sorted({0, layout.world - layout.tp * layout.copies})
+            of_stage = layout.tp * layout.copies
+            blocks = [load.blocks for load in stage_loads(self.work, layout).ranks]
+            ranks = sorted({0, blocks.index(max(blocks)) * of_stage, layout.world - of_stage})
             self._known[layout] = tuple(
-                self._estimator.estimate(config, layout.world, rank, self.sequence) for rank in ranks
+                self._estimator.estimate(config, layout.world, rank, self.work.sequence) for rank in ranks
             )
         return self._known[layout]
 
@@ -63,7 +65,7 @@ class MemoryPredictor:
         if alone not in self._kept:  # one microbatch of one sequence
             try:
                 config = load(as_json(alone, dtype=self.dtype))
-                self._kept[alone] = self._estimator.kept(config, alone.world, self.sequence)
+                self._kept[alone] = self._estimator.kept(config, alone.world, self.work.sequence)
             except ConfigError:  # whoever asks for the peak hears why
                 self._kept[alone] = 0
         return self._kept[alone] * layout.micro * min(layout.pp, layout.accumulation) / layout.pp

@@ -9,11 +9,11 @@ from html import escape
 from launcher.estimate.plot import memory_bars
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.timeline.picture import svg
-from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
+from launcher.pipeline.timeline.simulate import simulate
 from launcher.plan.choose import WORDS, Choice, PlanSearch
 from launcher.plan.memory import MemoryPredictor
 from launcher.plan.pictures import as_svg, pareto
-from launcher.plan.speed import microbatch_time
+from launcher.plan.speed import stage_costs
 from launcher.plan.work import ModelWork
 
 SHOWN = 12  # microbatches of a timeline: more are too small to be seen
@@ -45,9 +45,9 @@ def page(
         f"<h1>{escape(title)}</h1>",
         _table(choices),
         "<h2>Time against memory</h2>",
-        as_svg(pareto(choices, place.memory)),
+        as_svg(pareto(choices, place.usable(best.layout))),
         f"<h2>Best layout: {escape(best.layout.in_words())}</h2>",
-        as_svg(memory_bars(memory.of(best.layout), device=place.memory)),
+        as_svg(memory_bars(memory.of(best.layout), device=place.usable(best.layout))),
         "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in why) + "</ul>",
         _timeline(work, place, best),
         f"<pre>{escape(text)}</pre>",
@@ -74,12 +74,10 @@ def _timeline(work: ModelWork, place: PlanSearch, choice: Choice) -> str:
     layout = choice.layout
     if layout.pp == 1:
         return ""
-    micro = microbatch_time(work, layout, place.device, place.per_node)
     number = min(layout.accumulation, max(SHOWN, layout.pp) // layout.pp * layout.pp)
     made = schedule_of(
         layout.schedule, layout.pp, number, layout.chunks if layout.schedule == "interleaved" else None
     )
-    costs = (cost / layout.chunks for cost in (micro.forward, micro.input, micro.weight))
-    shown = simulate(made, MicrobatchCosts.even(made.virtual_stages, *costs))
+    shown = simulate(made, stage_costs(work, layout, place.device, place.per_node))
     title = f"{layout.schedule}, {layout.pp} stages, {number} of {layout.accumulation} microbatches"
     return "<h2>The pipeline</h2>" + svg(shown, title, unit="s")

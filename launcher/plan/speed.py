@@ -4,7 +4,7 @@ It was compared with published runs of other programs (docs/plan.md), and with n
 
     computing       products at the device's share of its peak; all else at its share of the memory's
     tp              4 all-reduces of tokens x hidden a block and microbatch, and 2 more where blocks are recomputed
-    pipeline        the schedule's own list of actions, simulated with these costs
+    pipeline        the schedule's own list of actions, simulated with the costs of the stages as a run cuts them
     cp              heads for tokens around attention: queries, keys, values and outputs, there and back
     experts         tokens x experts of a token to other ranks and back; the busiest rank has expert_load times as many
     data            volumes of ZeRO (arXiv 1910.02054, section 7), over the slowest link that the ranks of dp cross
@@ -16,24 +16,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 from launcher.monitor.devices import Device
 from launcher.pipeline.schedules import schedule as schedule_of
 from launcher.pipeline.timeline.bubble import bubble_time
 from launcher.pipeline.timeline.simulate import MicrobatchCosts, simulate
 from launcher.plan.layout import Layout
+from launcher.plan.microbatch import LATENCY, Microbatch, bandwidth, message, microbatch_time, ring
+from launcher.plan.stages import StageLoad, StageLoads, stage_loads
 from launcher.plan.work import ModelWork
 
 STEP_BYTES = (
     34  # of memory a parameter: gradient and three states read, states and parameter written, the norm
 )
-LATENCY = 10e-6  # of a message, seconds
-LAUNCHING = 1e-4  # seconds in which the kernels of a block's forward are started
 ENOUGH = 4  # microbatches a stage: with more of them a rank is idle no longer
-NOT_SHARED = (
-    0.3  # of the traffic of a block, without sequence parallelism: norms, residuals (10 of 34, 2205.05198)
-)
 
 
 @dataclass(frozen=True)
@@ -65,65 +61,26 @@ class StepTime:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """Seconds that a rank needs for one microbatch in all its blocks, without waiting.
-
-    Args:
-        products: of a forward; the gradients of inputs and of weights take as long each.
-        traffic: all else in a forward; twice as much in a backward. With the products no less than it takes to start
-            the kernels.
-        reduces: the all-reduces of a forward, and as many of a backward.
-        exchanges: what attention exchanges in a forward over cp, and in a backward.
-        sends: tokens to experts and back in a forward, and their gradients in a backward.
-    """
-
-    products: float
-    traffic: float
-    reduces: float
-    exchanges: float
-    recompute: bool
-    sends: float = 0.0
-
-    @property
-    def forward(self) -> float:
-        return self.products + self.traffic + self.reduces + self.exchanges + self.sends
-
-    @property
-    def input(self) -> float:
-        waits = self.reduces + self.exchanges + self.sends
-        return self.products + 2 * self.traffic + waits + (self.forward if self.recompute else 0)
-
-    @property
-    def weight(self) -> float:
-        return self.products
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.input + self.weight
-
-
 def step_time(
     work: ModelWork, layout: Layout, device: Device, per_node: int, *, exact: bool = False
 ) -> StepTime:
-    """Return the prediction.
+    """Return the prediction. Where stages are uneven, all parts but the bubble are those of the busiest rank.
 
     Args:
         per_node: ranks of a node.
-        exact: the schedule's actions are simulated; else closed forms serve where there is one.
+        exact: the schedule's actions are simulated; else closed forms serve, or what is near to one.
     """
-    micro = microbatch_time(work, layout, device, per_node)
+    loads = stage_loads(work, layout)
+    micro = microbatch_time(work, layout, device, per_node, loads.busiest[1])
     number = layout.accumulation
-    idle = _bubble(work, layout, device, per_node, micro, exact=exact)
-    again = micro.products + micro.traffic if layout.recompute else 0.0
     passes = 3 if layout.recompute else 2
     return StepTime(
         compute=number * 3 * (micro.products + micro.traffic),
-        recompute=number * again,
+        recompute=number * micro.recomputed,
         tp=number * passes * micro.reduces,
         cp=number * passes * micro.exchanges,
         experts=number * passes * micro.sends,
-        bubble=idle,
+        bubble=_bubble(work, layout, device, per_node, loads, exact=exact),
         data=_data(work, layout, device, per_node, micro),
         optimizer=_optimizer(work, layout, device),
     )
@@ -132,109 +89,64 @@ def step_time(
 def flops_per_rank(work: ModelWork, layout: Layout, seconds: float, *, recomputed: bool = False) -> float:
     """Return FLOP/s of a rank in a step that takes `seconds`; those of recomputed forwards count only with
     `recomputed`."""
-    passes = 4 if recomputed and layout.recompute else 3
+    again = work.flops - work.end_flops if recomputed and layout.recompute else 0.0
     sequences = layout.micro * layout.accumulation * layout.dp
-    return passes * work.flops * sequences / seconds / layout.world
-
-
-def microbatch_time(work: ModelWork, layout: Layout, device: Device, per_node: int) -> Microbatch:
-    """Return what one microbatch takes on a rank whose share of the model is as large as the others'."""
-    share = layout.micro / layout.pp / layout.cp
-    rate = device.flops * device.matmul_share * (device.fp32_share if work.itemsize == 4 else 1.0)
-    waiting = (work.expert_load - 1) * work.expert_flops if layout.ep > 1 else 0.0
-    products = share * (work.flops + waiting) / layout.tp / rate
-    kept = 0.0 if layout.sequence_parallel or layout.tp == 1 else NOT_SHARED
-    traffic = share * work.traffic * (kept + (1 - kept) / layout.tp) / (device.traffic * device.traffic_share)
-    traffic = max(traffic, LAUNCHING * work.layers / layout.pp - products)
-    layers = work.layers / layout.pp
-    reduce = _ring(2 * _message(work, layout), layout.tp, bandwidth(device, layout.tp, 1, per_node))
-    exchange = _exchange(work, layout, device, per_node)
-    send = work.expert_layers / layout.pp * _send(work, layout, device, per_node)
-    return Microbatch(products, traffic, 2 * layers * reduce, layers * exchange, layout.recompute, send)
-
-
-def _message(work: ModelWork, layout: Layout) -> float:
-    """Return the bytes of what goes from block to block, for the tokens of a rank."""
-    return work.itemsize * layout.micro * work.sequence * work.hidden / layout.cp
-
-
-def _exchange(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
-    """Return the seconds of what a block exchanges over cp in a forward: heads for tokens of queries, keys and values
-    before attention, and of its output after it."""
-    numbers = 2 * work.hidden + 2 * work.key_width
-    nbytes = _message(work, layout) / work.hidden * numbers / layout.tp
-    return 2 * _ring(nbytes / 2, layout.cp, bandwidth(device, layout.cp, layout.tp, per_node))
-
-
-def _send(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
-    """Return the seconds of a layer's tokens on their way to their experts and back."""
-    if layout.ep == 1:
-        return 0.0
-    nbytes = _message(work, layout) * work.picked * work.expert_load
-    return 2 * _ring(nbytes, layout.ep, bandwidth(device, layout.ep, layout.tp, per_node))
-
-
-def bandwidth(device: Device, degree: int, stride: int, per_node: int) -> float:
-    """Return the bytes/s that each rank of a group gets in a ring.
-
-    Args:
-        degree: ranks of the group.
-        stride: from one of them to the next.
-        per_node: ranks of a node. Those of the group that share a node share its ways out, too, and so one ring crosses
-            on each of them.
-    """
-    inside = device.inside * device.network_share
-    if degree * stride <= per_node:
-        return inside
-    neighbours = max(1, per_node // stride)
-    return min(inside, neighbours * device.across * device.network_share)
-
-
-def _ring(nbytes: float, degree: int, rate: float) -> float:
-    """Return the seconds of a ring in which `nbytes`, were there no ends, would go through each link."""
-    if degree == 1:
-        return 0.0
-    return nbytes * (degree - 1) / degree / rate + LATENCY * math.log2(degree)
+    return (3 * work.flops + again) * sequences / seconds / layout.world
 
 
 def _bubble(
-    work: ModelWork, layout: Layout, device: Device, per_node: int, micro: Microbatch, *, exact: bool
+    work: ModelWork, layout: Layout, device: Device, per_node: int, loads: StageLoads, *, exact: bool
 ) -> float:
-    """Return how long a rank stands still."""
+    """Return how long the busiest rank is idle."""
     if layout.pp == 1:
         return 0.0
+    if not exact:
+        mean = StageLoad(
+            work.flops / layout.pp, work.end_flops / layout.pp, work.layers / layout.pp
+        )  # each rank delays the first and the last
+        micro = microbatch_time(work, layout, device, per_node, mean)
+        transfers = 2 * (layout.pp * layout.chunks - 1) * _transfer(work, layout, device, per_node)
+        return _closed(layout, micro) + transfers
+    number = min(layout.accumulation, ENOUGH * layout.pp)
+    given = layout.chunks if layout.schedule == "interleaved" else None
+    costs = stage_costs(work, layout, device, per_node)
+    timeline = simulate(schedule_of(layout.schedule, layout.pp, number, given), costs)
+    return timeline.total - timeline.busy[loads.busiest[0]]
+
+
+def stage_costs(work: ModelWork, layout: Layout, device: Device, per_node: int) -> MicrobatchCosts:
+    """Return the seconds of a microbatch in each virtual stage, and of its way to the next."""
+    loads = stage_loads(work, layout).virtual
+    stages = [microbatch_time(work, layout, device, per_node, load) for load in loads]
+    return MicrobatchCosts(
+        tuple(stage.forward for stage in stages),
+        tuple(stage.input for stage in stages),
+        tuple(stage.weight for stage in stages),
+        _transfer(work, layout, device, per_node),
+    )
+
+
+def _transfer(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
     stride = layout.tp * layout.copies
-    transfer = _message(work, layout) / bandwidth(device, 2, stride, per_node) + LATENCY
-    costs = (micro.forward, micro.input, micro.weight)
-    closed = bubble_time(
+    return message(work, layout) / bandwidth(device, 2, stride, per_node) + LATENCY
+
+
+def _closed(layout: Layout, micro: Microbatch) -> float:
+    """Return the idle time of even stages by its closed form; where there is none, by one that is near: zbv fills and
+    drains with half a rank's share, from both ends."""
+    known = bubble_time(
         layout.schedule,
         layout.pp,
         layout.accumulation,
         layout.chunks,
-        forward=costs[0],
-        input=costs[1],
-        weight=costs[2],
+        forward=micro.forward,
+        input=micro.input,
+        weight=micro.weight,
     )
-    if exact or closed is None:
-        scale = micro.total  # what is simulated depends on proportions, and many layouts share them
-        parts = tuple(round(cost / scale, 3) for cost in costs)
-        number = min(layout.accumulation, ENOUGH * layout.pp)
-        return scale * _simulated(
-            layout.schedule, layout.pp, number, layout.chunks, parts, round(transfer / scale, 4)
-        )
-    return closed + 2 * (layout.pp * layout.chunks - 1) * transfer
-
-
-@lru_cache(maxsize=4096)
-def _simulated(
-    name: str, stages: int, microbatches: int, chunks: int, costs: tuple[float, ...], transfer: float
-) -> float:
-    """Return the idle time of a rank, where a whole microbatch takes 1."""
-    made = schedule_of(name, stages, microbatches, None if name != "interleaved" else chunks)
-    forward, back, weight = (cost / chunks for cost in costs)
-    even = MicrobatchCosts.even(made.virtual_stages, forward, back, weight, transfer)
-    timeline = simulate(made, even)
-    return timeline.total - sum(timeline.busy) / stages
+    if known is not None:
+        return known
+    filling = (layout.pp - 1) * max(micro.forward, micro.input, micro.forward + micro.input - micro.weight)
+    return filling / 2 if layout.schedule == "zbv" else filling
 
 
 def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro: Microbatch) -> float:
@@ -243,9 +155,9 @@ def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro:
         return 0.0
     experts = work.expert_parameters if layout.ep > 1 else 0  # what fewer ranks hold alike
     shard = work.itemsize * (work.parameters - experts) / (layout.tp * layout.pp)
-    once = _ring(shard, layout.copies, bandwidth(device, layout.copies, layout.tp, per_node))
+    once = ring(shard, layout.copies, bandwidth(device, layout.copies, layout.tp, per_node))
     shard, alike = work.itemsize * experts / (layout.tp * layout.pp * layout.ep), layout.copies // layout.ep
-    once += _ring(shard, alike, bandwidth(device, alike, layout.tp * layout.ep, per_node))
+    once += ring(shard, alike, bandwidth(device, alike, layout.tp * layout.ep, per_node))
     once += work.layers / layout.pp * LATENCY * math.log2(layout.copies)
     backward = micro.input + micro.weight
     number = layout.accumulation

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from launcher.experts.modules import experts_in, number_of
 from launcher.models.build import build_on_meta
-from launcher.pipeline.hf.costs import model_costs
+from launcher.pipeline.hf.costs import LayerCosts, model_costs
 from launcher.pipeline.hf.parts import parts_of
 from launcher.pipeline.partition.costs import elements
 
@@ -45,6 +45,7 @@ class ModelWork:
         in_one_piece: layers and sequences cannot be cut: the model has a loss of all its routers and tokens.
         expert_load: tokens that the experts of the busiest rank get, compared with an even share, where ranks share
             them: the others wait for it.
+        costs: of the blocks and the ends, by which stages are cut; None: blocks are alike, and the ends cost nothing.
     """
 
     layers: int
@@ -62,12 +63,21 @@ class ModelWork:
     picked: int = 0
     in_one_piece: bool = False
     expert_load: float = 1.0
+    costs: LayerCosts | None = None
 
     @property
     def expert_flops(self) -> float:
         """Return those of the forward that experts compute: each token goes through a part of their parameters."""
         used = self.picked / self.experts if self.experts else 0.0
         return 2 * self.sequence * self.expert_parameters * used
+
+    @property
+    def end_flops(self) -> float:
+        """Return those of the forward that the ends compute, which are never recomputed."""
+        if self.costs is None:
+            return 0.0
+        ends = self.costs.before + self.costs.after
+        return self.flops * ends / (ends + sum(self.costs.blocks))
 
     @property
     def key_width(self) -> float:
@@ -105,6 +115,7 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
         expert_layers=len(experts),
         picked=getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1,
         in_one_piece=router_loss,
+        costs=costs,
     )
 
 

@@ -5,6 +5,7 @@ python -m tests.pages.plan_page > docs/plan.md
 
 from __future__ import annotations
 
+from launcher.monitor.device_budget import budget_for
 from launcher.plan.choose import PlanSearch, choose
 from launcher.plan.layout import layouts
 from launcher.plan.memory import MemoryPredictor
@@ -52,8 +53,8 @@ and batch, with their recomputation and without ZeRO; for Megatron-LM's runs of 
 
 def place_of(run: Published) -> int | None:
     """Return where the published mesh stands among the choices, from 1; None where it is not among the first."""
-    work, memory = run.work(), MemoryPredictor(run.model, run.sequence)
-    place = PlanSearch(run.device, PER_NODE, run.device.memory)
+    work, memory = run.work(), MemoryPredictor(run.model, run.work())
+    place = PlanSearch(run.device, PER_NODE, budget_for(run.device))
     ways = layouts(work, run.ranks, run.batch, stages=(0,), recompute=(True,), offloads=("none",))
     found = [choice.layout.mesh for choice in choose(work, place, ways, memory.peak, memory.kept, top=TOP)]
     return found.index(run.mesh) + 1 if run.mesh in found else None

@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from launcher.config import load
+from launcher.monitor.device_budget import DeviceBudget
 from launcher.monitor.devices import device
 from launcher.plan.choose import PlanSearch, choose, reasons, states
 from launcher.plan.layout import Layout, as_json, layouts, meshes
@@ -19,7 +20,7 @@ WORK = ModelWork(
     layers=32, hidden=4096, heads=32, sequence=4096, parameters=8 * 10**9, flops=7e13, traffic=1e11
 )
 H100 = device("h100")
-PLACE = PlanSearch(H100, 8, H100.memory)
+PLACE = PlanSearch(H100, 8, DeviceBudget(H100.memory))
 
 
 def kept(layout: Layout) -> float:
@@ -31,7 +32,7 @@ def kept(layout: Layout) -> float:
 def needs(layout: Layout) -> int:
     """Roughly what a rank needs: enough to tell layouts apart."""
     mine = WORK.parameters / (layout.tp * layout.pp)
-    sharded = [0, 12, 14, 16][layout.stage]
+    sharded = [0, 12, 14, 16][min(layout.stage, 3 if layout.pp == 1 else 1)]
     return int(mine * (16 - sharded + sharded / layout.dp) + kept(layout))
 
 
@@ -98,9 +99,9 @@ def test_of_each_mesh_the_fastest_that_fits(memory_gib: int, more: float) -> Non
     def takes(layout: Layout) -> int:
         return int(more * needs(layout))
 
-    ways, place = list(layouts(WORK, 16, 64)), PlanSearch(H100, 8, memory_gib * 2**30)
+    ways, place = list(layouts(WORK, 16, 64)), PlanSearch(H100, 8, DeviceBudget(memory_gib * 2**30))
     found = choose(WORK, place, ways, takes, kept, top=100)
-    fitting = [way for way in ways if takes(way) <= place.memory]
+    fitting = [way for way in ways if takes(way) <= place.budget.memory]
     assert {choice.layout.mesh for choice in found} == {way.mesh for way in fitting}
     for choice in found:
         rivals = [way for way in fitting if way.mesh == choice.layout.mesh]
@@ -118,7 +119,7 @@ def test_memory_is_asked_seldom() -> None:
     ways = list(layouts(WORK, 64, 256))
     choose(WORK, PLACE, ways, lambda layout: asked.append(layout) or needs(layout), kept)
     assert len(asked) < len(ways) / 40
-    assert all(states(WORK, way) + kept(way) <= PLACE.memory for way in asked)
+    assert all(states(WORK, way) + kept(way) <= PLACE.budget.memory for way in asked)
 
 
 def test_the_least_is_less_than_what_is_needed() -> None:
@@ -134,19 +135,18 @@ def test_reasons_name_what_would_be_worse() -> None:
 
 
 def test_less_memory_makes_other_layouts() -> None:
-    small = PlanSearch(H100, 8, 12 * 2**30)
+    small = PlanSearch(H100, 8, DeviceBudget(12 * 2**30))
     best = choose(WORK, small, layouts(WORK, 16, 64), needs, kept)[0].layout
     assert best.stage == 3 or best.tp * best.pp > 1
-    assert needs(best) <= small.memory
+    assert needs(best) <= small.budget.memory
 
 
 @pytest.mark.full
 def test_blocks_keep_no_more_than_is_needed() -> None:
     """What is left out for it is too large."""
-    memory = MemoryPredictor(
-        LlamaConfig(vocab_size=512, num_hidden_layers=8, hidden_size=256, intermediate_size=688), 256
-    )
-    work = work_of(memory.model, 256)
+    model = LlamaConfig(vocab_size=512, num_hidden_layers=8, hidden_size=256, intermediate_size=688)
+    work = work_of(model, 256)
+    memory = MemoryPredictor(model, work)
     ways = [way for way in layouts(work, 8, 32, offloads=("none",), stages=(0, 2, 3)) if way.tp < 8]
     put_off = [way for way in ways if way.schedule.startswith("zb") and way.recompute and way.pp == 8]
     tried = 0

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from launcher.monitor.devices import device
+from launcher.pipeline.hf.costs import LayerCosts
 from launcher.plan.layout import Layout
 from launcher.plan.speed import bandwidth, flops_per_rank, step_time
+from launcher.plan.stages import stage_loads
 from launcher.plan.work import ModelWork
 from tests.plan.literature import Published, published
 
@@ -61,6 +63,26 @@ def test_closed_forms_stand_for_the_simulation(name: str) -> None:
     layout = Layout(pp=4, dp=2, accumulation=16, schedule=name, chunks=2 if name == "interleaved" else 1)
     near = step_time(WORK, layout, H100, 8).total
     assert near == pytest.approx(step_time(WORK, layout, H100, 8, exact=True).total, rel=0.01)
+
+
+def test_a_stage_with_a_block_more_is_waited_for() -> None:
+    """9 blocks in 8 stages take about as long as 16: one of the stages has two."""
+    of = {n: replace(WORK, layers=n, flops=n * 1e12, traffic=n * 1e9) for n in (8, 9, 16)}
+    layout = Layout(pp=8, accumulation=64)
+    seconds = {n: step_time(work, layout, H100, 8, exact=True) for n, work in of.items()}
+    assert seconds[9].compute == pytest.approx(seconds[16].compute)
+    assert 1.7 * seconds[8].total < seconds[9].total < seconds[16].total
+    near = step_time(of[9], layout, H100, 8).total
+    assert near == pytest.approx(seconds[9].total, rel=0.02)
+
+
+def test_the_head_is_in_the_last_stage_and_not_recomputed() -> None:
+    costs = LayerCosts(0, (1.0,) * 7, 1.0)
+    work = replace(WORK, layers=7, flops=8e12, costs=costs)
+    layout = Layout(pp=4, accumulation=64, recompute=True)
+    assert [load.blocks for load in stage_loads(work, layout).ranks] == [2, 2, 2, 1]
+    assert stage_loads(work, layout).ranks[-1].flops == pytest.approx(2e12)
+    assert flops_per_rank(work, layout, 1.0, recomputed=True) == pytest.approx((24e12 + 7e12) * 64 / 4)
 
 
 def test_idle_time_does_not_grow_with_microbatches() -> None:

@@ -38,7 +38,7 @@ def deal(costs: LayerCosts, virtual_stages: int) -> list[int]:
     Raises:
         ConfigError: there are fewer blocks than virtual stages.
     """
-    return partition(_with_ends(costs), virtual_stages)
+    return partition(with_ends(costs), virtual_stages)
 
 
 def model_costs(
@@ -87,11 +87,11 @@ def balance(
         whole: elements of the logical parameter, of those that are split over tensor-parallel ranks.
         seconds: that is what costs are.
     """
-    counted = _with_ends(_each(parts_of(model), lambda modules: elements(modules, whole)))
+    counted = with_ends(_each(parts_of(model), lambda modules: elements(modules, whole)))
     of_stages = list(pairwise(boundaries))
     return Balance(
         tuple(boundaries),
-        tuple(sum(_with_ends(costs)[begin:end]) for begin, end in of_stages),
+        tuple(sum(with_ends(costs)[begin:end]) for begin, end in of_stages),
         tuple(int(sum(counted[begin:end])) for begin, end in of_stages),
         seconds=seconds,
     )
@@ -102,7 +102,7 @@ def _each(parts: ModelParts, cost: Callable[[Sequence[nn.Module]], float]) -> La
     return LayerCosts(cost(before), tuple(cost([block]) for block in blocks), cost(after))
 
 
-def _with_ends(costs: LayerCosts) -> list[float]:
+def with_ends(costs: LayerCosts) -> list[float]:
     """Return the costs of the blocks; the ends go with the first and the last of them, wherever the cuts are."""
     blocks = list(costs.blocks)
     blocks[0] += costs.before
@@ -161,6 +161,6 @@ def _matching(parts: ModelParts, pattern: str) -> LayerCosts:
         return float(any(matches(type(module).__name__) for module in modules if elements([module])))
 
     found = _each(parts, cost)
-    if not any(_with_ends(found)):
+    if not any(with_ends(found)):
         raise no_match(pattern, (type(module).__name__ for part in parts for _, module in part))
     return found

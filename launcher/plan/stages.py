@@ -1,0 +1,78 @@
+"""The stages of a layout, cut as a run cuts them: how much of the forward each has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from launcher.pipeline.hf.costs import LayerCosts, deal, with_ends
+from launcher.pipeline.schedules import drained, schedule
+from launcher.plan.layout import Layout
+from launcher.plan.work import ModelWork
+
+
+class StageLoad(NamedTuple):
+    """The part of a forward that a virtual stage has, or all those of a rank.
+
+    Attributes:
+        flops: of one sequence; the ends of the model are in the first stage and the last.
+        ends: of these, those of the ends, which are never recomputed.
+        blocks: their number.
+    """
+
+    flops: float
+    ends: float
+    blocks: float
+
+
+@dataclass(frozen=True)
+class StageLoads:
+    """The parts of all virtual stages.
+
+    Args:
+        virtual: of each virtual stage, in the order of the model.
+        rank_of: the pipeline rank that has each.
+    """
+
+    virtual: tuple[StageLoad, ...]
+    rank_of: tuple[int, ...]
+
+    @property
+    def ranks(self) -> list[StageLoad]:
+        """Return what each pipeline rank has."""
+        return [
+            StageLoad(*map(sum, zip(*(load for load, owner in self._owned() if owner == rank), strict=True)))
+            for rank in range(max(self.rank_of) + 1)
+        ]
+
+    @property
+    def busiest(self) -> tuple[int, StageLoad]:
+        """Return the pipeline rank that computes most, and what it has: the others wait for it."""
+        return max(enumerate(self.ranks), key=lambda each: each[1].flops)
+
+    def _owned(self) -> zip[tuple[StageLoad, int]]:
+        return zip(self.virtual, self.rank_of, strict=True)
+
+
+def stage_loads(work: ModelWork, layout: Layout) -> StageLoads:
+    """Return what the virtual stages of a layout have."""
+    return _cut(work, layout.schedule, layout.pp, layout.chunks)
+
+
+@lru_cache(maxsize=4096)
+def _cut(work: ModelWork, name: str, stages: int, chunks: int) -> StageLoads:
+    given = work.costs or LayerCosts(0, (1.0,) * work.layers, 0)
+    costs, boundaries = with_ends(given), deal(given, stages * chunks)
+    unit = work.flops / sum(costs)
+    loads = [
+        StageLoad(
+            unit * sum(costs[begin:end]),
+            unit * (sum(costs[begin:end]) - sum(given.blocks[begin:end])),
+            end - begin,
+        )
+        for begin, end in pairwise(boundaries)
+    ]
+    wanted = chunks if name == "interleaved" else None
+    return StageLoads(tuple(loads), tuple(schedule(drained(name), stages, 1, wanted).rank_of))
