@@ -74,6 +74,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
     world = flags.num_gpus or (sum(slots_of(flags.hostfile)) if flags.hostfile else 1)
     from launcher.config.root import load
     from launcher.monitor.device_budget import budget_of
+    from launcher.monitor.devices import defaults
 
     config = load(config_of(flags.config))
     degrees = degrees_of(config, world)
@@ -89,18 +90,21 @@ def memory_estimate(argv: Sequence[str]) -> int:
         )
     _check_load(flags.expert_load, config)
     from launcher.cli import memory_tables
+    from launcher.estimate.attention_kernels import attention_of
     from launcher.estimate.estimator import Estimator
     from launcher.estimate.model_trace import expert_load
     from launcher.estimate.variants import advice, side_by_side
     from launcher.models.build import load_config
 
-    estimator = Estimator(load_config(flags.model), flags.expert_load)
+    kernels = defaults()["attention"] if budget is None else budget.attention
+    estimator, used = Estimator(load_config(flags.model), flags.expert_load, kernels), set[str]()
     if flags.longest and device is not None:
         return _longest(estimator, config, world, device, as_object=flags.json)
     sequence = flags.seq_length or estimator.sequence
-    with expert_load(config, flags.expert_load):  # of a rehearsal
+    with expert_load(config, flags.expert_load), attention_of(kernels, used):  # of a rehearsal
         found = _ranks(estimator, config, world, sequence, flags.rank, rehearsed=flags.dry_run)
     fits = None if device is None else all(one.peak <= device for one in found)
+    used |= {*estimator.attention}
     others = side_by_side(estimator, config, world, sequence) if flags.compare else []
     change = advice(estimator, config, world, sequence, device) if device is not None and not fits else None
     if flags.plot:
@@ -119,6 +123,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
             "device_bytes": None if budget is None else budget.memory,
             "usable_bytes": device,
             "reserve": flags.reserve,
+            "attention": sorted(used),
             "expert_load": flags.expert_load,
         }
         told: dict[str, Any] = {"per_rank": [as_json(one) for one in found], "fits": fits, "inputs": inputs}
@@ -129,6 +134,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
         print(json.dumps(told, indent=2))
     else:
         memory_tables.show(found, estimator.parameters, sequence)
+        memory_tables.attention(used)
         if budget is not None and device is not None:
             memory_tables.verdict(found, device, budget.in_words(degrees))
         if config.expert_parallel.degree > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.output import new_console
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from launcher.estimate.longest import LongestSequence
     from launcher.estimate.variants import Variant
 
+ATTENTION = {
+    "flash": "the flash kernel, which keeps no scores",
+    "efficient": "the memory-efficient kernel, which keeps no scores",
+    "math": "plain operations, which keep the scores of all pairs of tokens",
+    "cpu": "as torch computes it on a CPU",
+}
 COMPONENTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
@@ -39,6 +45,13 @@ def show(found: Sequence[Estimate], parameters: int, sequence: int) -> None:
             console.print(
                 f"off the device: host {in_words(one.host)}, NVMe {in_words(one.nvme)}", markup=False
             )
+
+
+def attention(used: Collection[str]) -> None:
+    """Print which kernels of attention the estimate counts with."""
+    if used:
+        told = " and ".join(ATTENTION[name] for name in sorted(used))
+        new_console().print(f"attention: {told}", markup=False)
 
 
 def verdict(found: Sequence[Estimate], usable: int, of: str) -> None:

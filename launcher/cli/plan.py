@@ -113,7 +113,7 @@ def plan(argv: Sequence[str]) -> int:
     batch = flags.global_batch or default_batch(world, sequence)
     work = replace(work_of(model, sequence, DTYPES[flags.dtype]), expert_load=flags.expert_load)
     place = PlanSearch(kind, per_node, budget_for(kind, flags.reserve, flags.memory))
-    needs = MemoryPredictor(model, work, flags.dtype)
+    needs = MemoryPredictor(model, work, flags.dtype, kind.attention)
     choices = choose(work, place, layouts(work, world, batch), needs.peak, needs.kept, top=flags.top)
     inputs = {
         "model": flags.model,

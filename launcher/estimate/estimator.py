@@ -8,6 +8,7 @@ step are replayed, and the engine's own pool, unsharder and reducer say what is 
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from launcher.engine.assemble import resolve
 from launcher.engine.offloading import HOST
 from launcher.errors import ConfigError
 from launcher.estimate.answer import DeviceBytes, Estimate
+from launcher.estimate.attention_kernels import CPU_KERNELS
 from launcher.estimate.model_trace import ModelTrace, ModelTraces, section_of
 from launcher.estimate.offloaded_bytes import on
 from launcher.estimate.rank_part import RankPart, RankParts
@@ -39,15 +41,21 @@ class Estimator:
     Args:
         model: a causal LM's config.
         expert_load: tokens that the experts of the busiest rank get, compared with an even share.
+        attention: kernels of the device; see `attention_kernels.py`.
     """
 
-    def __init__(self, model: PretrainedConfig, expert_load: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: PretrainedConfig,
+        expert_load: float = 1.0,
+        attention: Collection[str] = CPU_KERNELS,
+    ) -> None:
         self.model = build_on_meta(model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         text: Any = self.model.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
         self.sequence = min(LONG, most) if isinstance(most, int) and most > 0 else LONG
-        self._portions, self._traces = RankParts(self.model), ModelTraces(self.model, expert_load)
+        self._portions, self._traces = RankParts(self.model), ModelTraces(self.model, expert_load, attention)
         self._states: dict[str, StateBytes] = {}
 
     def estimate(self, config: Config, world: int, rank: int = 0, sequence: int | None = None) -> Estimate:
@@ -78,6 +86,11 @@ class Estimator:
         if replicas > 1:
             host += _exchanged(paper)
         return Estimate(rank, world, step.peaks, _held(paper, *step.at_peak), between, host, paper.disk.most)
+
+    @property
+    def attention(self) -> list[str]:
+        """Return the kernels of attention that were met so far."""
+        return sorted(self._traces.used)
 
     def kept(self, config: Config, world: int, sequence: int | None = None) -> int:
         """Return the bytes that all blocks of the model keep of one microbatch from its forward to its backward, on a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from launcher.engine.batches import call, loss_in
 from launcher.engine.dtypes import DTYPES, autocast_dtype, cast_buffers, special_dtypes
 from launcher.engine.same_inputs import CutBy
 from launcher.engine.sharing import share_sequences, tile
+from launcher.estimate.attention_kernels import CPU_KERNELS, attention_of
 from launcher.estimate.fake import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes
 from launcher.estimate.memory_trace import BlockTrace, MemoryTrace, TraceRecorder, relative
@@ -69,10 +70,17 @@ class ModelTraces:
     Args:
         model: on meta, whole; left as it is.
         expert_load: tokens of a rank's experts, compared with an even share.
+        attention: kernels of the device.
+
+    Attributes:
+        used: those of the kernels that a trace has used.
     """
 
-    def __init__(self, model: nn.Module, expert_load: float = 1.0) -> None:
-        self._model, self._load = model, expert_load
+    def __init__(
+        self, model: nn.Module, expert_load: float = 1.0, attention: Collection[str] = CPU_KERNELS
+    ) -> None:
+        self._model, self._load, self._attention = model, expert_load, attention
+        self.used: set[str] = set()
         self._known: dict[str, ModelTrace] = {}
 
     def of(self, config: Config, sequence: int, *, recomputed: bool) -> ModelTrace:
@@ -97,7 +105,7 @@ class ModelTraces:
         )
         if key not in self._known:
             special = special_dtypes(config, self._model)
-            with expert_load(config, self._load):
+            with expert_load(config, self._load), attention_of(self._attention, self.used):
                 trace = _traced(shortened(self._model), config, section, special, sequence, late=late)
             self._known[key] = trace
         return self._known[key]

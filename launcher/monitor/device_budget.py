@@ -29,12 +29,14 @@ class DeviceBudget:
         context: of CUDA.
         group: of each group of ranks that exchange anything.
         reserve: share of `memory` that a plan leaves free.
+        attention: the device's kernels; see `Device`.
     """
 
     memory: float
     context: float = 0.0
     group: float = 0.0
     reserve: float = 0.0
+    attention: tuple[str, ...] = ()
 
     def usable(self, degrees: Sequence[int] = ()) -> int:
         """Return the bytes that tensors can take.
@@ -69,7 +71,8 @@ def budget_of(gpu: str, reserve: float = RESERVE) -> DeviceBudget:
         memory = bytes_of(gpu)
     except ValueError as error:
         raise ConfigError(str(error), where="--gpu") from None
-    return DeviceBudget(memory, shares["context_mib"] * 2**20, shares["group_mib"] * 2**20, reserve)
+    context, group = shares["context_mib"] * 2**20, shares["group_mib"] * 2**20
+    return DeviceBudget(memory, context, group, reserve, tuple(shares["attention"]))
 
 
 def budget_for(known: Device, reserve: float = RESERVE, memory: float | None = None) -> DeviceBudget:
@@ -78,7 +81,8 @@ def budget_for(known: Device, reserve: float = RESERVE, memory: float | None = N
     Args:
         memory: bytes, where it is not what the table says.
     """
-    return DeviceBudget(known.memory if memory is None else memory, known.context, known.group, reserve)
+    given = known.memory if memory is None else memory
+    return DeviceBudget(given, known.context, known.group, reserve, known.attention)
 
 
 def _groups(degrees: Sequence[int]) -> int:

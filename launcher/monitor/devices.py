@@ -29,6 +29,7 @@ class Device:
         fp32_share: of `flops`, for products of fp32.
         host_traffic: what a rank gets of the memory of its host while all ranks use it.
         context, group: bytes of memory beside tensors; see `device_budget.py`.
+        attention: the kernels of scaled_dot_product_attention that torch has for it.
         calibrated_on: where these shares come from; "" where they are the defaults.
     """
 
@@ -47,6 +48,7 @@ class Device:
     host_traffic: float
     context: float
     group: float
+    attention: tuple[str, ...]
     calibrated_on: str
 
 
@@ -88,11 +90,12 @@ def device(name: str) -> Device:
         host_traffic=shares["host_memory_gb_s"] * 1e9,
         context=shares["context_mib"] * 2**20,
         group=shares["group_mib"] * 2**20,
+        attention=tuple(shares["attention"]),
         calibrated_on=row.get("calibrated_on", ""),
     )
 
 
-def defaults() -> dict[str, float]:
+def defaults() -> dict[str, Any]:
     """Return the figures of a device whose row leaves them out."""
     return dict(_table()["defaults"])
 

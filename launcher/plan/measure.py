@@ -46,7 +46,8 @@ def measure(device: torch.device) -> dict[str, Any]:
     row["across_gb_s"] = row["inside_gb_s"]
     row["host_gb_s"] = _short(_host(device) / 1e9)
     if device.type == "cpu":
-        row |= {"fp32": 1.0, "host_memory_gb_s": row["memory_gb_s"], "context_mib": 0, "group_mib": 0}
+        row |= {"fp32": 1.0, "host_memory_gb_s": row["memory_gb_s"]}
+        row |= {"context_mib": 0, "group_mib": 0, "attention": ["cpu"]}
     where = f"measured by `launch bench device` on {mesh.world_size} ranks"
     return {**row, **SHARES, "calibrated_on": where, "source": where}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from transformers import PretrainedConfig
@@ -24,16 +25,18 @@ class MemoryPredictor:
     Args:
         work: of the model: how long sequences are, and by what stages are cut.
         dtype: "bf16", "fp16" or "fp32".
+        attention: kernels of the device.
         refused: why layouts cannot run, by layout.
     """
 
     model: PretrainedConfig
     work: ModelWork
     dtype: str = "bf16"
+    attention: Collection[str] = ("flash", "efficient", "math")
     refused: dict[Layout, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._estimator = Estimator(self.model, self.work.expert_load)
+        self._estimator = Estimator(self.model, self.work.expert_load, self.attention)
         self._known: dict[Layout, tuple[Estimate, ...]] = {}
         self._kept: dict[Layout, int] = {}
 

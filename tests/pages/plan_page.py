@@ -53,7 +53,7 @@ and batch, with their recomputation and without ZeRO; for Megatron-LM's runs of 
 
 def place_of(run: Published) -> int | None:
     """Return where the published mesh stands among the choices, from 1; None where it is not among the first."""
-    work, memory = run.work(), MemoryPredictor(run.model, run.work())
+    work, memory = run.work(), MemoryPredictor(run.model, run.work(), attention=run.device.attention)
     place = PlanSearch(run.device, PER_NODE, budget_for(run.device))
     ways = layouts(work, run.ranks, run.batch, stages=(0,), recompute=(True,), offloads=("none",))
     found = [choice.layout.mesh for choice in choose(work, place, ways, memory.peak, memory.kept, top=TOP)]
