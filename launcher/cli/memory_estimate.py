@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -39,6 +40,7 @@ rank of the run, with tensors that have no memory: slower, but exact.
 If a run does not fit --gpu, the output says what to change, the cheapest change first, and the exit code is 1.
 """
 EXIT_DOES_NOT_FIT = 1
+RANKS_OF_NODE = 8
 
 
 def estimate_parser() -> FlagParser:
@@ -93,9 +95,12 @@ def memory_estimate(argv: Sequence[str]) -> int:
     from launcher.estimate.attention_kernels import attention_of
     from launcher.estimate.estimator import Estimator
     from launcher.estimate.model_trace import expert_load
+    from launcher.estimate.node_host import NodeHost
     from launcher.estimate.variants import advice, side_by_side
     from launcher.models.build import load_config
+    from launcher.monitor.memory import current_memory_bytes
 
+    process = current_memory_bytes()  # with what a rank imports, too, and no model yet
     kernels = defaults()["attention"] if budget is None else budget.attention
     estimator, used = Estimator(load_config(flags.model), flags.expert_load, kernels), set[str]()
     if flags.longest and device is not None:
@@ -105,6 +110,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
         found = _ranks(estimator, config, world, sequence, flags.rank, rehearsed=flags.dry_run)
     fits = None if device is None else all(one.peak <= device for one in found)
     used |= {*estimator.attention}
+    node = NodeHost.of(found, _ranks_of_node(flags, world), process, on_host="cpu" in kernels)
     others = side_by_side(estimator, config, world, sequence) if flags.compare else []
     change = advice(estimator, config, world, sequence, device) if device is not None and not fits else None
     if flags.plot:
@@ -127,6 +133,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
             "expert_load": flags.expert_load,
         }
         told: dict[str, Any] = {"per_rank": [as_json(one) for one in found], "fits": fits, "inputs": inputs}
+        told["host_of_a_node"] = {"bytes": node.total, **asdict(node)}
         if flags.compare:
             told["compare"] = [memory_tables.as_json(one, device) for one in others]
         if fits is False:
@@ -135,6 +142,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
     else:
         memory_tables.show(found, estimator.parameters, sequence)
         memory_tables.attention(used)
+        print(f"host memory: {node.in_words()}")
         if budget is not None and device is not None:
             memory_tables.verdict(found, device, budget.in_words(degrees))
         if config.expert_parallel.degree > 1:
@@ -144,6 +152,16 @@ def memory_estimate(argv: Sequence[str]) -> int:
         if fits is False:
             memory_tables.advise(change)
     return EXIT_DOES_NOT_FIT if fits is False else 0
+
+
+def _ranks_of_node(flags: argparse.Namespace, world: int) -> int:
+    """Return the ranks of the largest node; as many as the maker builds in where nobody says."""
+    if flags.hostfile:
+        return max(slots_of(flags.hostfile))
+    from launcher.monitor.devices import device
+
+    named = flags.gpu is not None and not flags.gpu.strip()[:1].isdigit()
+    return min(world, device(flags.gpu).per_node if named else RANKS_OF_NODE)
 
 
 def _check_load(load: float, config: Config) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,9 @@ def plan(argv: Sequence[str]) -> int:
     work = replace(work_of(model, sequence, DTYPES[flags.dtype]), expert_load=flags.expert_load)
     place = PlanSearch(kind, per_node, budget_for(kind, flags.reserve, flags.memory))
     needs = MemoryPredictor(model, work, flags.dtype, kind.attention)
-    choices = choose(work, place, layouts(work, world, batch), needs.peak, needs.kept, top=flags.top)
+    ways = list(layouts(work, world, batch))
+    with _progress(len(ways)) as tell:
+        choices = choose(work, place, ways, needs.peak, needs.kept, top=flags.top, tell=tell)
     inputs = {
         "model": flags.model,
         "parameters": work.parameters,
@@ -151,6 +154,23 @@ def plan(argv: Sequence[str]) -> int:
 
         write(flags.html, page(_title(inputs), work, place, choices, needs, why, config), "--html", over=True)
     return 0
+
+
+@contextmanager
+def _progress(number: int) -> Iterator[Callable[[int, Choice], None]]:
+    """Show on a terminal how many layouts were judged, and the best one so far."""
+    from rich.console import Console
+
+    best: list[Choice] = []
+    with Console(stderr=True).status(f"judging {number:,} layouts, the fastest first ...") as status:
+
+        def tell(tried: int, choice: Choice) -> None:
+            best.append(choice)
+            first = min(best, key=lambda each: each.time.total)
+            fastest = f"{first.time.total:.3g} s/step: {first.layout.in_words()}"
+            status.update(f"{tried:,} of {number:,} layouts judged; so far {fastest}")
+
+        yield tell
 
 
 def default_batch(world: int, sequence: int) -> int:

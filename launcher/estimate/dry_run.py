@@ -101,10 +101,12 @@ def rehearse(
         try:
             _step(engine, batch)
             _note_states(engine, watcher.live)
-            between = held(engine, watcher.live.now)
             watcher.begin()
-            _step(engine, batch)
+            _step(
+                engine, batch
+            )  # the first one in which the unsharder knows the order, as in all that follow
             peaks = watcher.end()
+            between = held(engine, watcher.live.now)
             watcher.look_at(max(peaks.values()))
             _step(engine, batch)
             tiers = engine.zero.placements.tiers

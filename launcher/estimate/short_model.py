@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -11,6 +12,8 @@ from typing import Any
 from torch import nn
 
 from launcher.models.units import unit_modules
+
+_PLAIN = {bool, int, float, str, type(None)}
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ def shallow(model: nn.Module) -> nn.Module:
 
 def _renewed(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:
     """Return what an attribute of a copied module is: modules are the copies, containers are new."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in (dict, OrderedDict) and not value:  # most of them: hooks that nobody has set
+        return kind()
     if isinstance(value, nn.Module):
         return made.get(value, value)
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
@@ -77,8 +85,8 @@ def _renewed(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:
         renewed = copy.copy(value)  # as dict-like as it was
         renewed.update((key, _renewed(one, made)) for key, one in value.items())
         return renewed
-    if type(value) in (list, tuple, set):
-        return type(value)(_renewed(one, made) for one in value)
+    if kind in (list, tuple, set):
+        return kind(_renewed(one, made) for one in value)
     return value
 
 

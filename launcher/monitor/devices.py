@@ -25,6 +25,7 @@ class Device:
         per_node: devices of a node, as the maker builds it.
         inside, across, host: to the other devices of the node, to other nodes, to host memory.
         matmul_share, traffic_share: what training reaches of `flops` and `traffic`.
+        half_width: hidden size over tp at which products reach half of that share: narrow ones keep it less busy.
         network_share: what collectives reach of `inside` and `across`.
         fp32_share: of `flops`, for products of fp32.
         host_traffic: what a rank gets of the memory of its host while all ranks use it.
@@ -43,6 +44,7 @@ class Device:
     host: float
     matmul_share: float
     traffic_share: float
+    half_width: float
     network_share: float
     fp32_share: float
     host_traffic: float
@@ -85,6 +87,7 @@ def device(name: str) -> Device:
         host=row["host_gb_s"] * 1e9,
         matmul_share=shares["matmul"],
         traffic_share=shares["traffic"],
+        half_width=shares["half_width"],
         network_share=shares["network"],
         fp32_share=shares["fp32"],
         host_traffic=shares["host_memory_gb_s"] * 1e9,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
@@ -12,8 +13,9 @@ from launcher.plan.speed import StepTime, flops_per_rank, step_time
 from launcher.plan.work import ModelWork
 from launcher.sizes import in_words
 
-PlanMemory = Callable[[Layout], int | None]
-"""Bytes of the device that the rank with most needs; None where the layout cannot run."""
+PlanMemory = Callable[[Layout, float], int | None]
+"""Bytes of the device that the rank with most needs, or those of one that needs more than the limit; None where the
+layout cannot run."""
 BackwardBytes = Callable[[Layout], float]
 """Bytes that blocks keep for backwards: what takes little time to know."""
 
@@ -63,6 +65,7 @@ def choose(
     kept: BackwardBytes,
     *,
     top: int = 10,
+    tell: Callable[[int, Choice], None] = lambda tried, choice: None,
 ) -> list[Choice]:
     """Return the fastest first, and of each mesh the fastest that fits.
 
@@ -70,20 +73,23 @@ def choose(
         ways: which layouts there are.
         needs: how much memory each takes; it is asked in the order of speed, and no more often than it must.
         kept: the part of it that blocks keep.
+        tell: called with each choice, and how many layouts were judged by then.
     """
     timed = [
         (step_time(work, way, place.device, place.per_node).total, at, way) for at, way in enumerate(ways)
     ]
     found: dict[tuple[int, int, int, int, int], Choice] = {}
     hopeless = _Hopeless(work, kept, place)
-    for _, _, way in sorted(timed, key=lambda each: each[:2]):
+    for judged_so_far, (_, _, way) in enumerate(sorted(timed, key=lambda each: each[:2]), 1):
         if way.mesh in found or hopeless(way):
             continue
-        peak = needs(way)
-        if peak is None or peak > place.usable(way):
+        usable = place.usable(way)
+        peak = needs(way, usable)
+        if peak is None or peak > usable:
             hopeless.learn(way, too_large=peak is not None)
             continue
         found[way.mesh] = judged(work, place, way, peak)
+        tell(judged_so_far, found[way.mesh])
         if len(found) == top + SPARE:  # closed forms are near enough for that
             break
     return sorted(found.values(), key=lambda choice: choice.time.total)[:top]
@@ -152,7 +158,7 @@ def reasons(
 ) -> Iterator[str]:
     """Yield what happens to the choice if one thing about it is changed, in words; what changes nothing is left out."""
     for name, other in _neighbours(work, choice.layout, batch):
-        peak = needs(other)
+        peak = needs(other, math.inf)
         if peak is None:
             continue
         if peak > place.usable(other):

@@ -47,7 +47,7 @@ def measure(device: torch.device) -> dict[str, Any]:
     row["host_gb_s"] = _short(_host(device) / 1e9)
     if device.type == "cpu":
         row |= {"fp32": 1.0, "host_memory_gb_s": row["memory_gb_s"]}
-        row |= {"context_mib": 0, "group_mib": 0, "attention": ["cpu"]}
+        row |= {"context_mib": 0, "group_mib": 0, "attention": ["cpu"], "half_width": 0}
     where = f"measured by `launch bench device` on {mesh.world_size} ranks"
     return {**row, **SHARES, "calibrated_on": where, "source": where}
 

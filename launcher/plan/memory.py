@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from transformers import PretrainedConfig
@@ -37,7 +38,7 @@ class MemoryPredictor:
 
     def __post_init__(self) -> None:
         self._estimator = Estimator(self.model, self.work.expert_load, self.attention)
-        self._known: dict[Layout, tuple[Estimate, ...]] = {}
+        self._known: dict[tuple[Layout, int], Estimate] = {}
         self._kept: dict[Layout, int] = {}
 
     def of(self, layout: Layout) -> tuple[Estimate, ...]:
@@ -47,17 +48,19 @@ class MemoryPredictor:
         Raises:
             ConfigError: the layout cannot run.
         """
+        return tuple(self._ranks(layout))
+
+    def _ranks(self, layout: Layout) -> Iterator[Estimate]:
         enough = ENOUGH * layout.pp  # microbatches; with more of them no more is held at once
         layout = replace(layout, accumulation=min(layout.accumulation, enough))
-        if layout not in self._known:
-            config = load(as_json(layout, dtype=self.dtype))
-            of_stage = layout.tp * layout.copies
-            blocks = [load.blocks for load in stage_loads(self.work, layout).ranks]
-            ranks = sorted({0, blocks.index(max(blocks)) * of_stage, layout.world - of_stage})
-            self._known[layout] = tuple(
-                self._estimator.estimate(config, layout.world, rank, self.work.sequence) for rank in ranks
-            )
-        return self._known[layout]
+        config = load(as_json(layout, dtype=self.dtype))
+        of_stage = layout.tp * layout.copies
+        blocks = [load.blocks for load in stage_loads(self.work, layout).ranks]
+        for rank in sorted({0, blocks.index(max(blocks)) * of_stage, layout.world - of_stage}):
+            if (layout, rank) not in self._known:
+                found = self._estimator.estimate(config, layout.world, rank, self.work.sequence)
+                self._known[layout, rank] = found
+            yield self._known[layout, rank]
 
     def kept(self, layout: Layout) -> float:
         """Return the bytes that blocks of a rank keep, at least, when most microbatches are between forward and
@@ -73,12 +76,21 @@ class MemoryPredictor:
                 self._kept[alone] = 0
         return self._kept[alone] * layout.micro * min(layout.pp, layout.accumulation) / layout.pp
 
-    def peak(self, layout: Layout) -> int | None:
-        """Return the bytes of the device that the rank with most needs; None where the layout cannot run."""
+    def peak(self, layout: Layout, enough: float = math.inf) -> int | None:
+        """Return the bytes of the device that the rank with most needs; None where the layout cannot run.
+
+        Args:
+            enough: the first rank that needs more is not followed by others.
+        """
         if layout in self.refused:
             return None
         try:
-            return max(each.peak for each in self.of(layout))
+            most = 0
+            for each in self._ranks(layout):
+                most = max(most, each.peak)
+                if most > enough:
+                    break
+            return most
         except ConfigError as error:
             self.refused[layout] = str(error)
             return None

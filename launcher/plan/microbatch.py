@@ -63,6 +63,7 @@ def microbatch_time(
     """Return what one microbatch takes in a stage, or in all those of a rank."""
     share, part = layout.micro / layout.cp, load.blocks / work.layers
     rate = device.flops * device.matmul_share * (device.fp32_share if work.itemsize == 4 else 1.0)
+    rate *= 1 / (1 + device.half_width * layout.tp / work.hidden)
     waiting = part * (work.expert_load - 1) * work.expert_flops if layout.ep > 1 else 0.0
     products = share * (load.flops + waiting) / layout.tp / rate
     of_ends = share * load.ends / layout.tp / rate

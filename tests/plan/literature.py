@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from launcher.monitor.devices import Device, device
 from launcher.plan.layout import Layout, layouts
@@ -17,6 +17,8 @@ from launcher.plan.work import ModelWork, work_of
 
 TABLE = Path(__file__).with_name("literature.json")
 PER_NODE = 8
+SCHEDULES = ("1f1b", "interleaved")
+"""What published runs had."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,14 @@ class Published:
     """A run that somebody has measured.
 
     Args:
+        source: where it was published.
         recompute: whether blocks were recomputed, and these operations counted.
+        micro, chunks: of the published layout; None: nothing is said of them.
         flops: FLOP/s of a device.
     """
 
     name: str
+    source: str
     device: Device
     model: PretrainedConfig
     sequence: int
@@ -37,6 +42,9 @@ class Published:
     ranks: int
     batch: int
     recompute: bool
+    stage: int
+    micro: int | None
+    chunks: int | None
     flops: float
 
     @property
@@ -46,27 +54,34 @@ class Published:
     def work(self) -> ModelWork:
         return _work(self.name, self.sequence)
 
-    def predicted(self) -> tuple[float, Layout]:
-        """Return FLOP/s of a device in the published mesh, with the microbatch and the schedule that are fastest."""
-        work = self.work()
-        ways = layouts(
-            work,
+    def ways(self) -> list[Layout]:
+        """Return all layouts with the choices that the run had: its recomputation, its stage, and its schedules."""
+        found = layouts(
+            self.work(),
             self.ranks,
             self.batch,
-            stages=(0 if self.recompute else 1,),
+            stages=(self.stage,),
             recompute=(self.recompute,),
             offloads=("none",),
         )
-        mine = [
-            way
-            for way in ways
-            if way.mesh == self.mesh
-            and way.schedule in ("1f1b", "interleaved")
-            and way.micro <= (4 if self.recompute else 1)
-        ]
+        return [way for way in found if way.schedule in SCHEDULES]
+
+    def predicted(self) -> tuple[float, Layout]:
+        """Return FLOP/s of a device in the published mesh, with the microbatch and the schedule that were published, or
+        else those that are fastest."""
+        work = self.work()
+        mine = [self._as_published(way) for way in self.ways() if way.mesh == self.mesh]
+        mine = [way for way in mine if way.micro <= (4 if self.recompute else 1) or way.micro == self.micro]
         best = min(mine, key=lambda way: step_time(work, way, self.device, PER_NODE).total)
         seconds = step_time(work, best, self.device, PER_NODE, exact=True).total
         return flops_per_rank(work, best, seconds, recomputed=self.recompute), best
+
+    def _as_published(self, way: Layout) -> Layout:
+        if self.micro is not None:
+            way = replace(way, micro=self.micro, accumulation=self.batch // way.dp // self.micro)
+        if self.chunks is not None:
+            way = replace(way, schedule="interleaved" if self.chunks > 1 else "1f1b", chunks=self.chunks)
+        return way
 
 
 @cache
@@ -77,37 +92,19 @@ def published() -> tuple[Published, ...]:
 
 
 def _run(row: dict[str, Any]) -> Published:
-    gpt = isinstance(row["model"], list)
-    sequence = 2048 if gpt else 8192
-    return Published(
-        row["name"],
-        device(row["device"]),
-        _config(row["model"], sequence),
-        sequence,
-        row["tp"],
-        row["pp"],
-        row["ranks"],
-        row["batch"],
-        gpt,
-        row["tflops"] * 1e12,
-    )
-
-
-def _config(model: Any, sequence: int) -> PretrainedConfig:
-    if isinstance(model, list):
-        heads, hidden, layers = model
-        return GPT2Config(
-            vocab_size=51_200, n_positions=sequence, n_embd=hidden, n_layer=layers, n_head=heads
-        )
-    return LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=16_384,
-        intermediate_size=53_248,
-        num_hidden_layers=126,
-        num_attention_heads=128,
-        num_key_value_heads=8,
-        max_position_embeddings=sequence,
-    )
+    known = {"stage": 0, "micro": None, "chunks": None, **row}
+    kind = dict(row["model"])
+    model = AutoConfig.for_model(kind.pop("model_type"), **kind)
+    length = {
+        "n_positions": row["sequence"],
+        "max_position_embeddings": row["sequence"],
+        "seq_length": row["sequence"],
+    }
+    for key in length:
+        if hasattr(model, key):
+            setattr(model, key, row["sequence"])
+    known |= {"device": device(row["device"]), "model": model, "flops": known.pop("tflops") * 1e12}
+    return Published(**known)
 
 
 @cache

@@ -29,7 +29,7 @@ def kept(layout: Layout) -> float:
     return block * WORK.layers / layout.pp * min(layout.pp, layout.accumulation)
 
 
-def needs(layout: Layout) -> int:
+def needs(layout: Layout, limit: float = 0) -> int:
     """Roughly what a rank needs: enough to tell layouts apart."""
     mine = WORK.parameters / (layout.tp * layout.pp)
     sharded = [0, 12, 14, 16][min(layout.stage, 3 if layout.pp == 1 else 1)]
@@ -96,7 +96,7 @@ def test_every_layout_is_a_configuration(dtype: str) -> None:
 def test_of_each_mesh_the_fastest_that_fits(memory_gib: int, more: float) -> None:
     """Also where a layout needs more than could be known beforehand."""
 
-    def takes(layout: Layout) -> int:
+    def takes(layout: Layout, limit: float = 0) -> int:
         return int(more * needs(layout))
 
     ways, place = list(layouts(WORK, 16, 64)), PlanSearch(H100, 8, DeviceBudget(memory_gib * 2**30))
@@ -111,13 +111,13 @@ def test_of_each_mesh_the_fastest_that_fits(memory_gib: int, more: float) -> Non
 
 
 def test_what_cannot_run_is_no_choice() -> None:
-    assert choose(WORK, PLACE, layouts(WORK, 16, 64), lambda layout: None, kept) == []
+    assert choose(WORK, PLACE, layouts(WORK, 16, 64), lambda layout, _: None, kept) == []
 
 
 def test_memory_is_asked_seldom() -> None:
     asked = []
     ways = list(layouts(WORK, 64, 256))
-    choose(WORK, PLACE, ways, lambda layout: asked.append(layout) or needs(layout), kept)
+    choose(WORK, PLACE, ways, lambda layout, _: asked.append(layout) or needs(layout), kept)
     assert len(asked) < len(ways) / 40
     assert all(states(WORK, way) + kept(way) <= PLACE.budget.memory for way in asked)
 

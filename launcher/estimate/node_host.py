@@ -1,0 +1,52 @@
+"""The host memory of a node: what its ranks keep there, and the interpreter with its libraries for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.estimate.answer import Estimate
+from launcher.sizes import in_words
+
+
+@dataclass(frozen=True)
+class NodeHost:
+    """The host memory of a node. Bytes of one rank, of the one that needs most.
+
+    Args:
+        ranks: on the node.
+        offloaded: shards that rest there, and copies of saves.
+        process: Python, torch and transformers, before there is a model.
+        tensors: of the run where the device is the host; else 0.
+    """
+
+    ranks: int
+    offloaded: int
+    process: int
+    tensors: int = 0
+
+    @classmethod
+    def of(cls, found: Sequence[Estimate], ranks: int, process: int, *, on_host: bool) -> NodeHost:
+        """Return what a node needs.
+
+        Args:
+            found: the ranks that were looked at.
+            on_host: a run on CPUs: tensors are in host memory.
+        """
+        most = max(found, key=lambda one: one.host + one.peak * on_host)
+        return cls(ranks, most.host, process, most.peak * on_host)
+
+    @property
+    def total(self) -> int:
+        return self.ranks * (self.offloaded + self.process + self.tensors)
+
+    def in_words(self) -> str:
+        """Return "12.80 GiB on a node: 8 ranks x (1.10 GiB offloaded + 0.50 GiB Python and libraries)"."""
+        parts = [
+            (self.tensors, "tensors"),
+            (self.offloaded, "offloaded"),
+            (self.process, "Python and libraries"),
+        ]
+        each = " + ".join(f"{in_words(size)} {what}" for size, what in parts if size)
+        number = f"{self.ranks} ranks x ({each})" if self.ranks > 1 else each
+        return f"{in_words(self.total)} on a node: {number}"
