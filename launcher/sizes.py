@@ -23,6 +23,11 @@ def bytes_of(text: str | float) -> int:
     return int(float(found[1]) * (1000 if decimal else 1024) ** _POWERS[found[2].upper()])
 
 
+def gib(number: float) -> str:
+    """Return "1.37"."""
+    return f"{number / (1 << 30):,.2f}"
+
+
 def in_words(number: float) -> str:
     """Return "1.37 GiB", "10.6 MiB", "0.0 MiB"."""
     return f"{number / (1 << 30):,.2f} GiB" if number >= 1 << 28 else f"{number / (1 << 20):,.1f} MiB"

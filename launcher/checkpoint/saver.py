@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from launcher.checkpoint.snapshot import Snapshot
 from launcher.checkpoint.store import TensorMap
 from launcher.comm.record import recorder
 from launcher.config import CheckpointConfig
+from launcher.errors import shortened
 
 if TYPE_CHECKING:
     from launcher.checkpoint.peer_memory import PeerMemory
@@ -184,4 +186,6 @@ def _say_unread(pending: list[Future[None]]) -> None:
     """Report, at the end of the run, an error that nobody has asked for."""
     for future in pending:
         if future.done() and (error := future.exception()) is not None:
-            print(f"The last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
+            # torch's text of a lost peer has a path of its own sources in front, and more lines behind
+            why = re.sub(r"^\[/\S+\] ", "", str(error).partition("\n")[0]).partition(". This may indicate")[0]
+            print(f"The last checkpoint was not saved: {shortened(why, 200)}", file=sys.stderr, flush=True)

@@ -108,6 +108,8 @@ def _launch(argv: list[str]) -> int:
         from launcher.config.resolve import complete, flags_for_json
 
         complete(config, flags_for_json(said))  # the ranks do it again: this time is for the answer
+        if flags.hostfile is None and flags.submit is None:
+            _check_trackers(config)
         if said.output_dir and flags.submit is None and not flags.dry_run and REPLICA not in os.environ:
             earlier_run.check(said, Path(said.output_dir))
     if flags.submit is not None:
@@ -141,9 +143,30 @@ def _launch(argv: list[str]) -> int:
                 logger.info("a page of this run: %s", page)
         except (ConfigError, OSError) as error:
             logger.warning("the page of this run was not written: %s", error)
-    if outcome.message:
+    if outcome.saved:  # as it was asked to: no error
+        print(printable(masked(f"launch: {outcome.message}")), file=sys.stderr)
+    elif outcome.message:
         print_error(outcome.message)
     return outcome.exit_code
+
+
+def _check_trackers(config: Config) -> None:
+    """Refuse trackers whose packages are not here before ranks start, all of them at once.
+
+    Raises:
+        ConfigError: some are not installed.
+    """
+    from launcher.config.monitor import PACKAGES, is_installed
+
+    on = [section for section in PACKAGES if getattr(config, section).enabled]
+    missing = [section for section in on if not is_installed(PACKAGES[section][0])]
+    if missing:
+        packages = " ".join(PACKAGES[section][1] for section in missing)
+        raise ConfigError(
+            f"packages of trackers are not installed: {packages}",
+            where=", ".join(f"{section}.enabled" for section in missing),
+            fix=f"pip install {packages}, or set enabled to false",
+        )
 
 
 def _join(flags: argparse.Namespace) -> NoReturn:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import select
 import sys
 import time
@@ -36,7 +37,7 @@ Shows what every rank of a run does: its step, where its time goes (own work, wa
 whether it is slower than the others, the last checkpoint, restarts and messages, and the stages of a pipeline. The run
 itself is not asked: `launch` writes logs/status.json in its directory once a second, on the machine where it was typed.
 With --hostfile that is another one."""
-KEYS = "keys: t w m r sort (time, wait, memory, rank); up, down choose; l log, s stack; q ends"
+KEYS = "q ends | sort: t time w wait m memory r rank | up, down: a rank | l log s stack"
 
 
 def top_parser() -> FlagParser:
@@ -156,6 +157,8 @@ class _Screen:
     """table, log or stack."""
     counters: dict[int, Any] = field(default_factory=dict)
     asked_at: float = 0.0
+    scrolled: int = 0
+    """Lines from the first of a stack, or from the last of a log."""
 
     def run(self, console: Console) -> None:
         from rich.live import Live
@@ -181,20 +184,23 @@ class _Screen:
             case "t" | "w" | "m" | "r":
                 self.order, self.shown = key, "table"
             case "\x1b[A" | "k":
-                self._choose(-1)
+                self._move(-1)
             case "\x1b[B" | "j":
-                self._choose(1)
+                self._move(1)
             case "l" | "\r" | "\n":
-                self.shown = "log"
+                self.shown, self.scrolled = "log", 0
                 self.files.ask_log(max(0, self.chosen))
             case "s":
-                self.shown, self.asked_at = "stack", time.time()
+                self.shown, self.asked_at, self.scrolled = "stack", time.time(), 0
                 if self.view.state == "running":
                     self.files.ask_stacks()
         return True
 
-    def _choose(self, further: int) -> None:
-        """Go up or down in the list as it is sorted."""
+    def _move(self, further: int) -> None:
+        """Go up or down: in the text that is shown, or in the list as it is sorted."""
+        if self.shown != "table":
+            self.scrolled = max(0, self.scrolled + further * (1 if self.shown == "stack" else -1))
+            return
         listed = [rank.rank for rank in in_order(self.view, self.order)]
         if not listed:
             return
@@ -207,10 +213,12 @@ class _Screen:
         rank = max(0, self.chosen)
         text = self._log(rank) if self.shown == "log" else self._stack(rank)
         lines, room = text.splitlines(), height - 2
+        self.scrolled = min(self.scrolled, max(0, len(lines) - room))
         # A stack begins with the innermost call, a log ends with the newest line.
-        lines = lines[:room] if self.shown == "stack" else lines[-room:]
+        end = len(lines) - self.scrolled
+        lines = lines[self.scrolled :][:room] if self.shown == "stack" else lines[max(0, end - room) : end]
         screen = Text(no_wrap=True, overflow="ellipsis")
-        screen.append(f"rank {rank}: {self.shown}; Escape goes back\n", style="bold")
+        screen.append(f"rank {rank}: {self.shown}; up, down scroll, Escape goes back\n", style="bold")
         return screen.append("\n".join(lines) or "(empty)")
 
     def _log(self, rank: int) -> str:
@@ -231,7 +239,27 @@ class _Screen:
             )
         parts = path.read_text(encoding="utf-8", errors="replace").split("==== rank ")
         mine = [part for part in parts if part.startswith(f"{rank} ")]
-        return printable(mine[0]) if mine else f"rank {rank} gave no stack"
+        return (
+            printable(short_stack(mine[0])) if mine else f"rank {rank} gave no stack: its process has ended"
+        )
+
+
+def short_stack(text: str) -> str:
+    """Return the stacks of a process, as faulthandler writes them, for a narrow screen: the main thread first, which it
+    writes last, and of each call the function, the file and the line."""
+    head, *threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text)
+    lines = []
+    for thread in [*threads[-1:], *threads[:-1]]:
+        for line in thread.splitlines():
+            call = re.match(r'\s*File "(.*)", line (\d+) in (.*)', line)
+            lines.append(f"  {call[3]}  {_short(call[1])}:{call[2]}" if call else line)
+    return "\n".join([*head.splitlines(), *lines])
+
+
+def _short(path: str) -> str:
+    """Return a path below its packages, or its last two parts."""
+    _, found, below = path.rpartition("/site-packages/")
+    return below if found else "/".join(path.rsplit("/", 2)[-2:])
 
 
 @contextlib.contextmanager

@@ -41,6 +41,8 @@ class RunOutcome:
     exit_code: int
     message: str | None = None
     """The text that the user is told where it failed or was interrupted."""
+    saved: bool = False
+    """It was stopped, and all ranks ended in time, with their checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ class Attempt:
             saved = number == signal.SIGTERM and not unfinished
             how = "; all ranks have ended well" if saved else how
             code = self.policy.saved_exit_code if saved else 128 + number
-            return RunOutcome(code, f"stopped by {number.name}{how}; logs: {self.log_dir}{left}"), None
+            message = f"stopped by {number.name}{how}; logs: {self.log_dir}{left}"
+            return RunOutcome(code, message, saved), None
         if not self.causes and not unfinished:
             return RunOutcome(0), None
         if not self.causes:

@@ -132,4 +132,10 @@ class Coordinator:
         before, self._members = self._members, members
         count = len(self.membership.replicas)
         if before or len(members) < count:
-            logger.info("replicas %s of %d train together", ", ".join(map(str, members)), count)
+            names = ", ".join(map(str, members))
+            how = (
+                f"replicas {names} of {count} train together"
+                if members[1:]
+                else f"replica {names} trains alone"
+            )
+            logger.info("%s", how)

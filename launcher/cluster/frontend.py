@@ -141,9 +141,10 @@ class FrontEnd:
                 self.status,
                 self._may_leave,
             ).run()
-            self.status.end(_state(outcome), outcome.message)
             if cause is None or not cause.can_retry or self.restarts >= self.max_restarts:
+                self.status.end(_state(outcome), outcome.message)
                 return outcome
+            self.status.end("restarting", outcome.message)
             self.restarts += 1
             cause.node.left_out = cause.slow
             logger.warning("%s", outcome.message)

@@ -86,8 +86,9 @@ def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
     try:
         ray.init(address=asked["address"], log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as error:
+        at = "on this machine" if asked["address"] == "auto" else f"at {asked['address']}"
         raise NoRoomError(
-            f"there is no Ray cluster at {asked['address']}: {error}",
+            f"no Ray cluster was found {at}: {error}",
             NO_CLUSTER,
         ) from None
     kind = "CPU" if asked["device"] == "cpu" else "GPU"
@@ -123,6 +124,11 @@ def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
             ray.remote(Command).options(scheduling_strategy=where, max_restarts=-1, **amount).remote()
         )
     addresses = ray.get([actor.address.remote() for actor in actors], timeout=PLACED_S)
+    if several := sorted({address for address in addresses if addresses.count(address) > 1}):
+        raise NoRoomError(
+            f"several nodes that Ray has given have the address {several[0]}: ranks could not tell them apart",
+            "start each with an address of its own: ray start --node-ip-address ADDRESS ...",
+        )
     return [(address, slots, actor) for address, actor in zip(addresses, actors, strict=True)]
 
 

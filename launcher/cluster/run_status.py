@@ -27,6 +27,7 @@ FILE, STACKS, ASKED = "status.json", "stacks.txt", "stacks.asked"
 """In the directory of logs: the status; the stacks of all ranks; the file that asks for them while it is there."""
 EVERY_S = 1.0
 MOST_MESSAGES = 50
+RESUME = "--resume"
 LONG = 40
 """Optimizer steps for which a rank is slow before a run restarts without it."""
 _STAGE = re.compile(r"stage \d+")
@@ -62,7 +63,7 @@ class RunStatus:
 
     command: str = ""
     state: str = "starting"
-    """starting, running, or how it ended: completed, failed, interrupted."""
+    """starting, running, restarting, or how it ended: completed, failed, interrupted."""
     restarts: int = 0
     started_at: float = field(default_factory=time.time)
     ranks: list[RankStatus] = field(default_factory=list)
@@ -70,6 +71,7 @@ class RunStatus:
     """(seconds since the epoch, text)."""
     _file: Path | None = None
     _written: float = 0.0
+    _begun: bool = False
     _detector: StragglerDetector | None = None
 
     def begin(
@@ -90,6 +92,9 @@ class RunStatus:
         self._file, self.state, self.restarts = Path(log_dir) / FILE, "running", restarts
         if restarts:
             self.say(f"restart {restarts}")
+        elif not self._begun:
+            self._remember()
+        self._begun = True
 
     def take(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Note what an agent tells of its ranks, and look for slow ones."""
@@ -106,6 +111,15 @@ class RunStatus:
         """Keep a line for who looks at the run."""
         self.messages.append((time.time(), masked(text)))
 
+    def _remember(self) -> None:
+        """Take over the messages of the run that this one resumes: what happened to it in the night before."""
+        if self._file is None or RESUME not in self.command.split():
+            return
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            before = json.loads(self._file.read_text(encoding="utf-8"))["messages"]
+            kept = [(float(each["at"]), str(each["text"])) for each in before][-MOST_MESSAGES:]
+            self.messages.extendleft(reversed(kept[: MOST_MESSAGES - len(self.messages)]))
+
     def tick(self) -> None:
         """Once a second: write the file."""
         if self._file is not None and time.monotonic() - self._written >= EVERY_S:
@@ -118,7 +132,11 @@ class RunStatus:
         return next(((slow.rank, str(slow)) for slow in found if slow.steps >= LONG), None)
 
     def end(self, state: str, message: str | None) -> None:
-        """The run, or one attempt of it, has ended."""
+        """The run, or one attempt of it, has ended.
+
+        Args:
+            state: how; "restarting" where another attempt follows.
+        """
         self.state = state
         if message:
             self.say(message)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from launcher.config.problems import show
 from launcher.config.section import Count, Section, WholeNumber, complaint
+
+PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "comet_ml"),
+    "mlflow": ("mlflow", "mlflow"),
+    "trackio": ("trackio", "trackio"),
+}
+"""Section of a tracker -> the module that it needs, and the package that has it."""
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module could be imported here."""
+    return find_spec(module) is not None
+
 
 _WITH_LOSS = "also writes train_loss and grad_norm; DeepSpeed writes the rate and the loss scale"
 

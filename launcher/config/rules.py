@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from launcher.config.elasticity import few
+from launcher.config.monitor import PACKAGES, is_installed
 from launcher.config.optimizer import TYPES
 from launcher.config.parallelism import ASYNCHRONOUS
 from launcher.config.problems import Note, NoteKind, Path
@@ -213,6 +214,11 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
     Rule(("pipeline.schedule",), lambda name: name in ASYNCHRONOUS,
          "is asynchronous: NOT equal to training in one process"),
     _idle_ranks,
+    *(
+        Rule((f"{section}.enabled",), lambda on, module=module: on and not is_installed(module),
+             f"needs the package {package}, which is not installed here: pip install {package}")
+        for section, (module, package) in PACKAGES.items()
+    ),
     *(
         Rule((f"pipeline.{key}", STAGE), lambda on, stage, least=least: on and stage < least,
              f"has no effect below {STAGE} {least}")

@@ -20,6 +20,8 @@ Verdict: TypeAlias = Literal[
     "used", "used differently", "obsolete", "no effect", "comment", "foreign", "refused", "default"
 ]
 _WHOLE = ("refused", "obsolete", "no effect", "comment", "foreign")
+OWN = "a key of this launcher"
+"""A note on a key that DeepSpeed does not have begins with it: no difference that anybody need look at."""
 _OF_NOTE: dict[str, Verdict] = {
     "converted": "obsolete",
     "differs": "used differently",
@@ -115,7 +117,7 @@ def _plain(path: Path, examined: Examined) -> tuple[Verdict, str]:
     now = next((new for new, old in examined.document.origins.items() if old == path), path)
     tree = examined.document.tree
     if (how := differs_at(Config, tree, now)) is not None:
-        return "used differently", how
+        return "used" if how.startswith(OWN) else "used differently", how
     if (why := idle_at(Config, tree, now)) is not None:
         return "no effect", why
     return "used", "turns nothing on" if known_at(now) is not None else ""

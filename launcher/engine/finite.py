@@ -1,4 +1,4 @@
-"""The treatment of a step that would go wrong: gradients are missing or not finite, or replicas have come apart."""
+"""The end of a step that would go wrong: gradients are missing or not finite, or equal values differ."""
 
 from __future__ import annotations
 

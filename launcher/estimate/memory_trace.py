@@ -6,10 +6,11 @@ happened between two segments. Memory of parameters and of their gradients is no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,11 +46,13 @@ class TraceMark:
     Args:
         name: of a module or a parameter; what begins with "." is inside of a block, and "" is the block.
         nbytes: of a gradient; 0: it is put off.
+        own: its layer computes the gradient of its weight, and could add it in place (`weight_gradients.py`).
     """
 
     event: TraceEvent
     name: str = ""
     nbytes: int = 0
+    own: bool = False
 
 
 Items = list[TraceSegment | TraceMark]
@@ -94,13 +97,22 @@ class TraceRecorder:
         model: its parameters have values; their gradients are taken away as they come.
         blocks: names of modules.
         others: of the other modules whose use is marked.
+        called: parameters that are marked under another name than their own.
     """
 
-    def __init__(self, live: LiveBytes, model: nn.Module, blocks: list[str], others: list[str]) -> None:
+    def __init__(
+        self,
+        live: LiveBytes,
+        model: nn.Module,
+        blocks: list[str],
+        others: list[str],
+        called: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._live, self._blocks = live, {name: place for place, name in enumerate(blocks)}
-        self._model, self._others = model, others
+        self._model, self._others, self._called = model, others, called
         self._entered: set[str] = set()
         self._on = False
+        self._own: set[int] = set()
         self.trace = MemoryTrace()
 
     @contextmanager
@@ -128,7 +140,8 @@ class TraceRecorder:
             module = self._model.get_submodule(name)
             handles.append(module.register_forward_pre_hook(self._before(name), prepend=True))
             handles.append(module.register_forward_hook(self._after(name)))
-        for name, leaf in self._model.named_parameters():
+        for own, leaf in self._model.named_parameters():
+            name = self._called.get(own, own)
             if leaf.requires_grad:
                 handles.append(leaf.register_post_accumulate_grad_hook(self._arrival(name)))
         try:
@@ -141,7 +154,7 @@ class TraceRecorder:
         """The backward begins."""
         self.mark(TraceEvent.TURN)
 
-    def mark(self, event: TraceEvent, name: str = "", nbytes: int = 0) -> None:
+    def mark(self, event: TraceEvent, name: str = "", nbytes: int = 0, *, own: bool = False) -> None:
         """Something happens."""
         if not self._on:
             return
@@ -154,7 +167,7 @@ class TraceRecorder:
             self._into = trace.after.backward
         elif event is TraceEvent.ENTER and place is not None:
             self._into = trace.blocks[place].backward
-        self._into.append(TraceMark(event, name, nbytes))
+        self._into.append(TraceMark(event, name, nbytes, own))
         if event is TraceEvent.LEAVE and place == len(self._blocks) - 1:
             self._into = trace.after.forward
 
@@ -185,12 +198,16 @@ class TraceRecorder:
             self._entered.add(name)
             self.mark(TraceEvent.ENTER, name)
 
+    def note_own(self, leaf: Tensor) -> None:
+        """Note that a layer computes the gradient of its weight; it leaves that to autograd. See `GradientBuffer`."""
+        self._own.add(id(leaf))
+
     def _arrival(self, name: str) -> Callable[[Tensor], None]:
         def arrived(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             nbytes = 0 if grad is None else grad.numel() * grad.element_size()
             del grad
-            self.mark(TraceEvent.GRADIENT, name, nbytes)
+            self.mark(TraceEvent.GRADIENT, name, nbytes, own=id(leaf) in self._own)
 
         return arrived
 

@@ -25,9 +25,10 @@ from launcher.estimate.memory_trace import BlockTrace, MemoryTrace, TraceRecorde
 from launcher.estimate.short_model import ShortModel, shortened
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.units import ends_of, unit_modules
+from launcher.pipeline.hf.parts import parts_of
 from launcher.tensor.layers import give_own_backward
 from launcher.tensor.split_model import loss_only
-from launcher.tensor.weight_gradients import putting_off
+from launcher.tensor.weight_gradients import adding_in, putting_off
 
 CPU = torch.device("cpu")
 IDS = 100  # token ids are below it, where there are so many
@@ -183,6 +184,7 @@ def _traced(
     if config.pipeline.degree > 1:
         for _, block in blocks:
             give_own_backward(block)
+    called = _untied(model) if config.pipeline.degree > 1 else {}
     live = LiveBytes()
     autocast = autocast_dtype(config)
     casting = torch.autocast(CPU.type, autocast) if autocast else nullcontext()
@@ -192,7 +194,7 @@ def _traced(
         cast_buffers(config, model)
         batch = microbatch(model, int(str(config.train_micro_batch_size_per_gpu)), sequence)
         ends = {name for name, m in model.named_modules() if m in ends_of(model)}
-        recorder = TraceRecorder(live, model, [name for name, _ in blocks], sorted(ends))
+        recorder = TraceRecorder(live, model, [name for name, _ in blocks], sorted(ends), called)
         with recorder.listening():
             _run(recorder, model, batch, casting, later=False)  # what is made once is made
             trace = _recorded(recorder, model, batch, casting, later=False)
@@ -209,6 +211,28 @@ def _traced(
     if config.tensor_parallel.sequence_parallel:
         hidden //= tp
     return ModelTrace(_for_any(trace, names), behind and _for_any(behind, names), short.stands_for, hidden)
+
+
+def _untied(model: nn.Module) -> dict[str, str]:
+    """Give the end of the model parameters of its own where it shares some with the beginning: in a pipeline each gets
+    its gradient in the backward of its own stage.
+
+    Returns:
+        name of each of them -> name of the one that it was.
+    """
+    parts = parts_of(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    first = {parameter for _, module in parts.before for parameter in module.parameters()}
+    called: dict[str, str] = {}
+    for name, module in parts.after:
+        for inner, holder in module.named_modules():
+            for key, parameter in holder._parameters.items():
+                if parameter is not None and parameter in first:
+                    own = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+                    own.__dict__.update(parameter.__dict__)
+                    holder._parameters[key] = own
+                    called[".".join(filter(None, (name, inner, key)))] = names[parameter]
+    return called
 
 
 def _fill(model: nn.Module, dtype: torch.dtype, special: Mapping[str, torch.dtype]) -> None:
@@ -253,7 +277,7 @@ def _run(
         loss = loss_in(call(model, batch))
     loss = loss * 1.0  # as engines weight it
     recorder.turn()
-    with putting_off() if later else nullcontext() as put_off:
+    with putting_off() if later else nullcontext() as put_off, adding_in(recorder.note_own):
         loss.backward()
     if put_off is not None:
         recorder.stop()

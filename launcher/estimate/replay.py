@@ -194,7 +194,7 @@ class ScriptedStep:
                 continue
             whole = absolute(item, name)
             if item.event is TraceEvent.GRADIENT:
-                rank.gradient(whole, item.nbytes, in_place=not rank.reducer.plan.reduces)
+                rank.gradient(whole, item.nbytes, in_place=item.own and not rank.reducer.plan.reduces)
                 continue
             unit = rank.unit_of.get(whole)
             if unit is None or not unit.sharded:

@@ -172,6 +172,7 @@ class SimulatedRank:
         moving = (one for one in self.gradients if one.flat.optim_placement.tier is not None)
         self._states = [SimulatedState(gradient, states.dtypes(gradient)) for gradient in moving]
         self._on_leaves: dict[ParamSlot, int] = {}
+        self._in_place: set[ParamSlot] = set()
         self.live = self.peak = 0
         self.at_peak = (0, 0)
         self._fixed = 0
@@ -208,7 +209,9 @@ class SimulatedRank:
         slot = self.slots.get(name)
         if slot is None or not slot.trainable:
             return
-        if nbytes and self.makes(name, in_place=in_place):
+        if self._goes_in_place(slot, in_place):
+            self._in_place.add(slot)
+        elif nbytes and self.makes(name, in_place=False):
             self._on_leaves[slot] = nbytes
             self.live += nbytes
             self._look()
@@ -219,9 +222,11 @@ class SimulatedRank:
         slot = self.slots.get(name)
         if slot is None or not slot.trainable:
             return False
-        kept = self.gradient_of[slot]
-        placed = in_place and kept.place(slot) is not None
-        return not (kept.adds_in_place or placed or slot in self._on_leaves)
+        has_one = slot in self._on_leaves or slot in self._in_place  # to which autograd adds
+        return not (self.gradient_of[slot].adds_in_place or has_one or self._goes_in_place(slot, in_place))
+
+    def _goes_in_place(self, slot: ParamSlot, in_place: bool) -> bool:
+        return in_place and self.gradient_of[slot].place(slot) is not None
 
     def step(self) -> None:
         """The optimizer steps what rests in tiers."""
@@ -235,6 +240,7 @@ class SimulatedRank:
         for gradient in self.gradients:
             gradient.zero()
         self._on_leaves.clear()
+        self._in_place.clear()
         self.live = 0
         self.fix()
 
@@ -252,6 +258,7 @@ class SimulatedRank:
         self._look()
         for slot in gradient.flat.slots:
             self.live -= self._on_leaves.pop(slot, 0)
+            self._in_place.discard(slot)
 
 
 def _versions(config: Config, mesh: Mesh) -> int:

@@ -167,13 +167,25 @@ def _peak(rank: RankView, expected: int | None) -> str:
 
 
 def _ranks(view: RunView) -> str:
-    names = ("rank", "host", "place", "steps", "s/step", "time", "wait", "peak memory", "")
+    places = any(rank.place for rank in view.ranks)
+    names = (
+        "rank",
+        "host",
+        *(("place",) if places else ()),
+        "steps",
+        "s/step",
+        "time",
+        "wait",
+        "peak memory",
+        "",
+    )
     numbers = {"rank", "steps", "s/step", "wait", "peak memory"}
     rows = ["<tr>" + "".join(f'<th class="{"n" * (n in numbers)}">{n}</th>' for n in names) + "</tr>"]
     for rank in view.ranks:
         slow = "" if rank.slow is None else f"{rank.slow['phase']} {rank.slow['ratio']:.2f}x the others"
         cells = (
-            rank.rank, _text(rank.host), _text(rank.place), "" if rank.step is None else rank.step,
+            rank.rank, _text(rank.host), *((_text(rank.place),) if places else ()),
+            "" if rank.step is None else rank.step,
             "" if rank.seconds is None else f"{rank.seconds:.3g}", _bar(rank),
             f"{rank.shares['wait']:.0%}" if rank.seconds else "", _peak(rank, estimated(view, rank.rank)),
             f'<span class="slow">{_text(slow)}</span>',

@@ -13,8 +13,8 @@ from launcher.errors import printable
 from launcher.monitor.metrics import is_number
 from launcher.monitor.progress import duration, short_number
 from launcher.pipeline.timeline.simulate import Timeline
-from launcher.sizes import in_words
-from launcher.top.run_view import SHARES, RankView, RunView, estimated, sparkline
+from launcher.sizes import gib, in_words
+from launcher.top.run_view import GOES_ON, SHARES, RankView, RunView, estimated, sparkline
 
 MARKS = {
     "compute": ("█", "green"),
@@ -22,7 +22,8 @@ MARKS = {
     "checkpoint": ("▓", "blue"),
     "other": ("·", "dim"),
 }
-COLOURS = {"running": "green", "completed": "green", "starting": "yellow", "silent": "red", "failed": "red"}
+COLOURS = {"running": "green", "completed": "green", "silent": "red", "failed": "red"}
+"""Of a state; all others are yellow."""
 MESSAGES = 4
 ACTIONS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
 """Forward, backward, and its two halves: gradients of inputs and of weights."""
@@ -60,7 +61,10 @@ def render(
     if hidden:
         slow = sum(rank.slow is not None for rank in hidden)
         parts.append(
-            Text(f"and {len(hidden)} ranks more{f', {slow} of them slow' if slow else ''}", style="dim")
+            Text(
+                f"and {len(hidden)} more rank{'s' * (len(hidden) != 1)}{f', {slow} of them slow' if slow else ''}",
+                style="dim",
+            )
         )
     parts += stages
     parts += [_message(when, text, width) for when, text in view.messages[-MESSAGES:]]
@@ -75,12 +79,12 @@ def in_order(view: RunView, order: str) -> list[RankView]:
 
 
 def _title(view: RunView, width: int) -> Text:
-    ends = time.time() if view.state in ("starting", "running") else view.written_at
+    ends = time.time() if view.state in GOES_ON else view.written_at
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(view.state, style=f"bold {COLOURS.get(view.state, 'yellow')}")
     if view.state == "silent":
         line.append(f" for {duration(time.time() - view.written_at)}")
-    line.append(f"  {duration(ends - view.started_at)}  {len(view.ranks)} ranks")
+    line.append(f"  {duration(ends - view.started_at)}  {len(view.ranks)} rank{'s' * (len(view.ranks) != 1)}")
     if view.restarts:
         line.append(f"  {view.restarts} restart{'s' * (view.restarts > 1)}", style="yellow")
     line.append(f"  {printable(view.called or str(view.directory))}", style="dim")
@@ -137,8 +141,15 @@ def _stages(timeline: Timeline, width: int) -> list[RenderableType]:
 
 def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Table:
     wide, several = width >= 110, any(rank.place for rank in ranks)
+    hosts = wide or len({rank.host for rank in view.ranks}) > 1  # one host needs no column on a narrow screen
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("rank", "host", *(("place",) if wide and several else ()), "step", "s/step"):
+    for name in (
+        "rank",
+        *(("host",) if hosts else ()),
+        *(("place",) if wide and several else ()),
+        "step",
+        "s/step",
+    ):
         least = {"rank": 4, "step": 5, "s/step": 6}.get(name, 6)
         left = name in ("host", "place")
         table.add_column(
@@ -158,10 +169,10 @@ def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Tab
         min_width=8 if view.estimate is None else 13,
     )
     table.add_column("", no_wrap=True, overflow="ellipsis")
-    ended = view.state not in ("starting", "running", "silent")
+    ended = view.state not in (*GOES_ON, "silent")
     for rank in ranks:
         # Text, and no str: rich reads str as markup.
-        cells: list[RenderableType] = [str(rank.rank), Text(printable(rank.host))]
+        cells: list[RenderableType] = [str(rank.rank), *([Text(printable(rank.host))] if hosts else [])]
         if wide and several:
             cells.append(Text(printable(rank.place)))
         cells += [
@@ -170,7 +181,7 @@ def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Tab
             _bar(rank, bar),
             f"{rank.shares['wait']:.0%}" if rank.seconds else "",
             _memory(rank, estimated(view, rank.rank)),
-            _note(rank, ended=ended),
+            _note(rank, ended=ended, wide=wide),
         ]
         table.add_row(*cells, style="reverse" if rank.rank == chosen else None)
     return table
@@ -180,7 +191,7 @@ def _memory(rank: RankView, expected: int | None) -> str:
     """Return what a rank holds; with an estimate its peak, and what part of the estimate that is."""
     if not rank.memory or not expected:
         return in_words(rank.memory) if rank.memory else ""
-    return f"{in_words(rank.peak)} {rank.peak / expected:.0%}"
+    return f"{gib(rank.peak)} of {gib(expected)} GiB"
 
 
 def _legend(width: int) -> Text:
@@ -202,10 +213,11 @@ def _bar(rank: RankView, width: int) -> Text:
     return bar
 
 
-def _note(rank: RankView, *, ended: bool) -> Text:
+def _note(rank: RankView, *, ended: bool, wide: bool) -> Text:
     if rank.slow is not None:
         phase, ratio, steps = (rank.slow[key] for key in ("phase", "ratio", "steps"))
-        return Text(printable(f"{phase} {ratio:.2f}x, {steps} steps"), style="bold red")
+        since = f", {steps} steps" if wide else ""
+        return Text(printable(f"{phase} {ratio:.2f}x{since}"), style="bold red")
     if rank.doing and not ended and (rank.since_s > 5.0 or rank.step is None):
         return Text(f"{printable(rank.doing)} for {rank.since_s:.0f} s", style="yellow")
     return Text("")

@@ -28,6 +28,8 @@ TAIL = 1 << 18
 """Bytes of metrics.jsonl that are read: some hundred steps."""
 LARGEST_TIMELINE = 1 << 22
 """Bytes of the record of a step: some ten thousand actions."""
+GOES_ON = ("starting", "running", "restarting")
+"""States of a run that has not ended."""
 LATEST = 1e11
 LARGEST = 1e18
 """What is larger is no time, size or loss of a run."""
@@ -69,7 +71,7 @@ class RunView:
     """All that is known of a run.
 
     Attributes:
-        state: starting, running, completed, failed, interrupted, or silent: nothing is written any more.
+        state: starting, running, restarting, completed, failed, interrupted, or silent: nothing is written any more.
         records: the last steps of metrics.jsonl; [] where the run is no recipe's.
         saved: (step, seconds since the epoch) of the last complete checkpoint.
     """

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.request import run_directory
+from launcher.config.monitor import PACKAGES, is_installed
 from tests.cluster.launching import environment, launch
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
@@ -68,6 +69,19 @@ def test_a_stage_that_nobody_says_is_refused_before_any_rank(tmp_path: Path) -> 
     path = config(tmp_path, zero_optimization={"stage": "auto"})
     code, _, _, errors = answer("--config", path, "pretrain", "--output-dir", "out", cwd=tmp_path)
     assert code == 2 and 'zero_optimization.stage is "auto"' in errors and f"{path}:1:" in errors
+
+
+def test_trackers_that_are_not_installed_are_named_together(tmp_path: Path) -> None:
+    """Before any rank starts: importing torch on each of them takes longer than reading this."""
+    missing = [
+        name for name in ("wandb", "comet", "mlflow", "trackio") if not is_installed(PACKAGES[name][0])
+    ]
+    assert len(missing) > 1
+    path = config(tmp_path, **{name: {"enabled": True} for name in missing})
+    code, _, _, errors = answer("--config", path, "pretrain", "--output-dir", "out", cwd=tmp_path)
+    assert code == 2 and all(PACKAGES[name][1] in errors for name in missing)
+    assert not (tmp_path / "out").exists()
+    assert f"pip install {PACKAGES[missing[0]][1]}" in launch("check", path, cwd=tmp_path).stdout
 
 
 def test_typo_in_the_configuration(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from launcher.cli.main import main
-from launcher.cli.top import _Screen
+from launcher.cli.top import _Screen, short_stack
 from launcher.cluster.run_status import RunStatus
 from launcher.monitor.flight_recorder import StepCounters
 from launcher.pipeline.schedules import schedule
@@ -81,7 +81,7 @@ def test_stages_of_a_pipeline_are_drawn(run: Path, capsys: pytest.CaptureFixture
     lanes = [line for line in text.splitlines() if line.startswith("stage ")]
     assert [lane[8:].rstrip()[0] for lane in lanes] == ["F", "·"]
     assert all(len(lane) == 80 and {*lane[8:]} == {*"FB·"} for lane in lanes)
-    assert "and 3 ranks more" in screen(run, 80, height=14)  # the stages take lines of the ranks
+    assert "and 3 more ranks" in screen(run, 80, height=14)  # the stages take lines of the ranks
     assert main(["top", str(run), "--html", "-"]) == 0
     assert "<h2>Pipeline</h2>" in (run / "report.html").read_text()
     whole = json.loads((run / "schedule.json").read_text())
@@ -100,8 +100,8 @@ def test_memory_is_shown_against_an_estimate(run: Path, capsys: pytest.CaptureFi
     file.write_text(json.dumps({"per_rank": told}))
     assert main(["top", str(run), "--once", "--estimate", str(file)]) == 0
     shown = [line for line in capsys.readouterr().out.splitlines() if "node" in line]
-    assert ["80%" in line for line in shown[:4]] == [True, True, False, False]
-    assert ["100%" in line for line in shown[:4]] == [False, False, True, True]
+    assert ["4.00 of 5.00 GiB" in line for line in shown[:4]] == [True, True, False, False]
+    assert ["4.00 of 4.00 GiB" in line for line in shown[:4]] == [False, False, True, True]
     assert main(["top", str(run), "--html", "-", "--estimate", str(file)]) == 0
     assert "4.00 GiB, 80% of 5.00 GiB estimated" in (run / "report.html").read_text()
     for rank, peak in (("1e400", "5"), ("0", "-5"), ("0", "true")):
@@ -119,7 +119,7 @@ def test_utilisation_and_experts_are_told_where_they_are_known(run: Path) -> Non
 
 
 def test_a_low_terminal_shows_some_ranks_and_says_so(run: Path) -> None:
-    assert "and 3 ranks more, 1 of them slow" in screen(run, 80, height=12)
+    assert "and 3 more ranks, 1 of them slow" in screen(run, 80, height=12)
     first = {order: screen(run, 80, height=12, order=order) for order in ORDERS}
     assert " 3 node2" in first["t"] and " 0 node1" in first["r"]
 
@@ -222,6 +222,34 @@ def test_a_chosen_rank_is_seen_wherever_it_is(run: Path) -> None:
     assert " 3 node2" in screen(run, 80, height=12, chosen=3) and " 0 node1" not in screen(
         run, 80, height=12, chosen=3
     )
+
+
+def test_a_stack_begins_with_what_the_main_thread_does() -> None:
+    """faulthandler writes that thread last, and whole paths: neither is to be seen on 80 columns."""
+    written = """0 (node1)
+Thread 0x00007f01 (most recent call first):
+  File "/opt/env/lib/python3.11/site-packages/torch/utils/writer.py", line 7 in wait
+Current thread 0x00007f02 (most recent call first):
+  File "/home/someone/far/away/launcher/engine/core.py", line 74 in forward
+  File "/home/someone/far/away/train.py", line 3 in <module>
+"""
+    assert short_stack(written).splitlines() == [
+        "0 (node1)",
+        "Current thread 0x00007f02 (most recent call first):",
+        "  forward  engine/core.py:74",
+        "  <module>  away/train.py:3",
+        "Thread 0x00007f01 (most recent call first):",
+        "  wait  torch/utils/writer.py:7",
+    ]
+
+
+def test_a_resumed_run_keeps_what_was_told_before(tmp_path: Path) -> None:
+    for command, kept in (("launch pretrain", []), ("launch pretrain --resume", ["a rank was killed"])):
+        first, second = RunStatus("launch pretrain"), RunStatus(command)
+        first.begin(str(tmp_path), [("node1", 1)], [], restarts=0)
+        first.end("failed", "a rank was killed")
+        second.begin(str(tmp_path), [("node1", 1)], [], restarts=0)
+        assert [text for _, text in second.messages] == kept
 
 
 @pytest.mark.parametrize("flags", [(), ("--max_restarts", "0"), ("--max_restarts", "1")])

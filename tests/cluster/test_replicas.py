@@ -101,9 +101,7 @@ def test_a_run_whose_ranks_are_killed(tmp_path: Path) -> None:
     for mine, wanted in zip(found[:5], records(tmp_path, "one"), strict=False):
         assert mine["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
         assert mine["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
-    assert (
-        "launch: replicas 1 of 2 train together" in out and "launch: replicas 0, 1 of 2 train together" in out
-    )
+    assert "launch: replica 1 trains alone" in out and "launch: replicas 0, 1 of 2 train together" in out
     assert process.returncode == 143, (out, errors)
 
 

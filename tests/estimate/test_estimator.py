@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig
+from transformers import GPT2Config, MixtralConfig
 
 import launcher
 from launcher.config import load
@@ -137,3 +137,24 @@ def test_the_ranks_of_replicas_are_those_of_a_run_of_its_own() -> None:
         one.peaks for one in expected
     ]
     assert all(mine.host > one.host for mine, one in zip(found, expected, strict=True))  # for the exchange
+
+
+@pytest.mark.parametrize(("schedule", "tp"), [("1f1b", 1), ("zbv", 2)])
+def test_a_head_that_is_tied_to_the_embedding_is_on_another_stage(schedule: str, tp: int) -> None:
+    """Each gets its gradient in the backward of its own stage; a layer with its own backward adds in place."""
+    model = GPT2Config(n_embd=128, n_layer=4, n_head=4, vocab_size=51_200, n_positions=256)
+    config = load(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "bf16": {"enabled": True},
+            "pipeline": {"stages": 2, "schedule": schedule},
+            "tensor_parallel": {"autotp_size": tp},
+        }
+    )
+    estimator = Estimator(model)
+    for rank in estimator.ranks(config, 2 * tp):
+        found = estimator.estimate(config, 2 * tp, rank, 256)
+        wanted = dry_run(estimator.copy(), config, world=2 * tp, rank=rank, sequence=256)
+        assert found.peak == pytest.approx(wanted.peak, rel=0.01, abs=1.5 * 2**20)

@@ -16,7 +16,8 @@ TEXT = """# `launch plan`: how a step is predicted
 **Experimental.** A plan is a prediction on paper. Its formulas were compared with published runs of other programs
 (below), and with no run of this launcher on GPUs. Take it as a list of layouts to measure.
 
-`launch plan` tries every layout of a run: tensor and pipeline degrees, ranks that share sequences or experts, ZeRO stage, microbatch, schedule, checkpointing,
+`launch plan` tries every layout of a run: tensor and pipeline degrees, ranks that share sequences or experts, ZeRO
+stage, microbatch, schedule, checkpointing,
 offload. Of each it predicts the step and, in the order of speed, the memory, until {top} meshes that fit are found.
 
 - **Work** (`plan/work.py`) is read off the model itself, on meta: operations of its products, bytes that everything
@@ -25,11 +26,14 @@ offload. Of each it predicts the step and, in the order of speed, the memory, un
   memory's. Gradients of inputs and of weights take as long as the forward each; a checkpointed block runs forward
   twice.
 - **Tensor parallelism** sends 4 all-reduces of tokens x hidden a block and microbatch, 6 where blocks are recomputed.
-- **Shared experts** send the tokens of each expert of a token to the rank that has it and back, in a forward and in a backward.
+- **Shared experts** send the tokens of each expert of a token to the rank that has it and back, in a forward and in
+  a backward.
 - **Shared sequences** exchange heads for tokens before attention, and back behind it.
 - **Pipelines**: layers are cut into stages as a run cuts them, the embedding and the head with the first and the last
-  block. The schedule's own list of actions, the same that a run executes, is simulated with what each stage costs then.
-- **Data parallelism**: the volumes of ZeRO (arXiv 1910.02054, section 7), less what the backward or the forward hides.
+  block. The schedule's own list of actions, the same that a run executes, is simulated with what each stage costs
+  then.
+- **Data parallelism**: the volumes of ZeRO (arXiv 1910.02054, section 7), less what the backward or the forward
+  hides.
 - **Links**: ranks lie as in a run: those of tp are neighbours, then those of dp, then those of pp. A group inside a
   node has the node's links; a group across nodes shares the ways out of those of its ranks that share a node.
 - **Memory** is what `launch memory-estimate` says of the layout's own JSON: of the first stage, the last, and the one
@@ -40,16 +44,21 @@ Devices and links are data: `launcher/monitor/devices.json`, with sources. What 
 set of numbers a device: of products {matmul:.0%} where they are wide (half of it at a hidden size over tp of
 {half_width}), of the memory {traffic:.0%}, of links {network:.0%}, unless the device's row says otherwise.
 
-What it does not know: the shapes that a device likes, congestion, slow nodes, attention that is not one kernel. It assumes that all
+What it does not know: the shapes that a device likes, congestion, slow nodes, attention that is not one kernel. It
+assumes that all
 ranks get the same number of tokens for their experts, unless `--expert-load` says otherwise.
 
 ## Published runs
 
-FLOP/s of a device as published, and as predicted for the published mesh, with the microbatch and the interleaving of the
+FLOP/s of a device as published, and as predicted for the published mesh, with the microbatch and the interleaving
+of the
 publication, or the best ones where it does not say. Place: where the published mesh stands among the planner's own
-choices for that model, number of devices and batch, with the run's recomputation and ZeRO stage. "Too large": no layout
-of that mesh fits by the estimate. {within} of {number} predictions are within 12 %; the median is off by {middle:.1%}. The
-devices' shares were fitted to the ten runs of 2104.04473, and to the smaller one of Llama 3; the others were predicted
+choices for that model, number of devices and batch, with the run's recomputation and ZeRO stage. "Too large": no
+layout
+of that mesh fits by the estimate. {within} of {number} predictions are within 12 %; the median is off by
+{middle:.1%}. The
+devices' shares were fitted to the ten runs of 2104.04473, and to the smaller one of Llama 3; the others were
+predicted
 afterwards.
 
 | run | devices | tp | pp | published | predicted | error | place |

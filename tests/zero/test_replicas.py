@@ -1,4 +1,4 @@
-"""Values that ranks hold alike, and that have come apart: found, and named."""
+"""Values that ranks hold alike, and that differ: found, and named."""
 
 from __future__ import annotations
 
