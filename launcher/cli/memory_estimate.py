@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import (
@@ -33,6 +33,7 @@ examples:
   launch memory-estimate --config ds_config.json --model ./my-model --hostfile hosts --compare --gpu 80GiB
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 2 --seq-length 4096 --json
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu 80GiB --longest
+  launch memory-estimate --model ./my-model --num-gpus 8 --gpu h100
 
 --model: a Hugging Face id, a directory, or a config.json.
 The estimate is made from a trace of one block of each kind. --dry-run lets the real engine take three steps as one
@@ -41,6 +42,8 @@ If a run does not fit --gpu, the output says what to change, the cheapest change
 """
 EXIT_DOES_NOT_FIT = 1
 RANKS_OF_NODE = 8
+LONG = 2048
+"""Tokens of a sequence where nobody says how many there are."""
 
 
 def estimate_parser() -> FlagParser:
@@ -51,7 +54,11 @@ def estimate_parser() -> FlagParser:
         epilog=EPILOG,
     )
     add = parser.add_argument
-    add("--config", required=True, metavar="DS.json", help="the run's configuration")
+    add(
+        "--config",
+        metavar="DS.json",
+        help="the run's configuration (default: one is proposed for --gpu TYPE)",
+    )
     add_model_and_ranks(parser)
     add("--gpu", metavar="TYPE|BYTES", help="GPU type (h100, a100-40, l4, ...), or its memory: 80GiB, 24GB")
     add_reserve(parser)
@@ -78,7 +85,8 @@ def memory_estimate(argv: Sequence[str]) -> int:
     from launcher.monitor.device_budget import budget_of
     from launcher.monitor.devices import defaults
 
-    config = load(config_of(flags.config))
+    written = config_of(flags.config) if flags.config else _proposed(flags, world)
+    config = load(written)
     degrees = degrees_of(config, world)
     budget = None if flags.gpu is None else budget_of(flags.gpu, flags.reserve)
     device = None if budget is None else budget.usable(degrees)
@@ -133,6 +141,8 @@ def memory_estimate(argv: Sequence[str]) -> int:
             "expert_load": flags.expert_load,
         }
         told: dict[str, Any] = {"per_rank": [as_json(one) for one in found], "fits": fits, "inputs": inputs}
+        if not flags.config:
+            told["proposed"] = written
         told["host_of_a_node"] = {"bytes": node.total, **asdict(node)}
         if flags.compare:
             told["compare"] = [memory_tables.as_json(one, device) for one in others]
@@ -140,6 +150,10 @@ def memory_estimate(argv: Sequence[str]) -> int:
             told["advice"] = None if change is None else change[0]
         print(json.dumps(told, indent=2))
     else:
+        if not flags.config:
+            print(
+                f"no --config: this one is the fastest that fits, by `launch plan`:\n{json.dumps(written, indent=2)}"
+            )
         memory_tables.show(found, estimator.parameters, sequence)
         memory_tables.attention(used)
         print(f"host memory: {node.in_words()}")
@@ -160,8 +174,7 @@ def _ranks_of_node(flags: argparse.Namespace, world: int) -> int:
         return max(slots_of(flags.hostfile))
     from launcher.monitor.devices import device
 
-    named = flags.gpu is not None and not flags.gpu.strip()[:1].isdigit()
-    return min(world, device(flags.gpu).per_node if named else RANKS_OF_NODE)
+    return min(world, device(flags.gpu).per_node if _is_type(flags.gpu) else RANKS_OF_NODE)
 
 
 def _check_load(load: float, config: Config) -> None:
@@ -187,6 +200,45 @@ def _longest(estimator: Estimator, config: Config, world: int, device: int, *, a
         return 0
     memory_tables.longest(rows, device, world)
     return 0
+
+
+def _proposed(flags: argparse.Namespace, world: int) -> dict[str, Any]:
+    """Return the JSON of the layout that is predicted to be fastest on the device.
+
+    Raises:
+        ConfigError: no device is named, or nothing fits.
+    """
+    if not _is_type(flags.gpu):
+        fix = "name the run's JSON; or a device, --gpu h100, and one is proposed for it"
+        raise ConfigError("missing --config", where="launch memory-estimate", fix=fix)
+    from launcher.cli.plan import default_batch
+    from launcher.models.build import load_config
+    from launcher.monitor.device_budget import budget_for
+    from launcher.monitor.devices import device
+    from launcher.plan.choose import PlanSearch, choose
+    from launcher.plan.layout import as_json, layouts
+    from launcher.plan.memory import MemoryPredictor
+    from launcher.plan.work import work_of
+
+    model, kind = load_config(flags.model), device(flags.gpu)
+    sequence = flags.seq_length or min(LONG, getattr(model, "max_position_embeddings", None) or LONG)
+    work = replace(work_of(model, sequence), expert_load=flags.expert_load)
+    place = PlanSearch(kind, min(world, kind.per_node), budget_for(kind, flags.reserve))
+    needs = MemoryPredictor(model, work, attention=kind.attention)
+    ways = layouts(work, world, default_batch(world, sequence))
+    if found := choose(work, place, ways, needs.peak, needs.kept, top=1):
+        return as_json(found[0].layout)
+    room = place.budget.in_words()
+    raise ConfigError(
+        f"no layout of {world} x {kind.title} fits, where tensors can take {room}",
+        where="--gpu",
+        fix="try more devices (--num-gpus) or a shorter --seq-length",
+    )
+
+
+def _is_type(gpu: str | None) -> bool:
+    """Return whether a device is named, and not its bytes."""
+    return gpu is not None and not gpu.strip()[:1].isdigit()
 
 
 def degrees_of(config: Config, world: int) -> tuple[int, ...]:

@@ -222,6 +222,11 @@ class TraceRecorder:
         self._begin()
 
 
+def change_of(items: Items) -> int:
+    """Return the bytes that are held more after the items than before."""
+    return sum(item.change for item in items if isinstance(item, TraceSegment))
+
+
 def relative(items: Items, block: str) -> Items:
     """Return the same with names inside of a block that begin there."""
     return [

@@ -21,7 +21,13 @@ from launcher.engine.sharing import share_sequences, tile
 from launcher.estimate.attention_kernels import CPU_KERNELS, attention_of
 from launcher.estimate.fake import FakeMode, fused_dropout
 from launcher.estimate.live import LiveBytes
-from launcher.estimate.memory_trace import BlockTrace, MemoryTrace, TraceRecorder, relative
+from launcher.estimate.memory_trace import (
+    BlockTrace,
+    MemoryTrace,
+    TraceRecorder,
+    change_of,
+    relative,
+)
 from launcher.estimate.short_model import ShortModel, shortened
 from launcher.models.activation import checkpoint_blocks
 from launcher.models.units import ends_of, unit_modules
@@ -52,12 +58,15 @@ class ModelTrace:
         late: the same where weight gradients of linear layers are put off; None: nobody asked.
         stands_for: see `ShortModel`.
         hidden: bytes that travel from block to block.
+        local: bytes that the model's forward makes before its blocks and that only its variables hold: they go when the
+            forward does, which in a pipeline is at the end of the first stage.
     """
 
     trace: MemoryTrace
     late: MemoryTrace | None
     stands_for: tuple[int, ...]
     hidden: int
+    local: int = 0
 
     def of(self, block: int, *, late: bool = False) -> BlockTrace:
         """Return the trace of a block of the whole model."""
@@ -199,6 +208,10 @@ def _traced(
             _run(recorder, model, batch, casting, later=False)  # what is made once is made
             trace = _recorded(recorder, model, batch, casting, later=False)
             behind = _recorded(recorder, model, batch, casting, later=True) if late else None
+            local = 0
+            if config.pipeline.degree > 1:
+                first = change_of(trace.before.forward) + change_of(trace.blocks[0].forward)
+                local = first - _held_after(blocks[0][1], live, model, batch, casting)
     names = [name for name, _ in blocks]
     text: Any = getattr(model, "config", None)
     width = int(getattr(text.get_text_config(), "hidden_size", 0)) if text is not None else 0
@@ -210,7 +223,8 @@ def _traced(
         changed.remove()
     if config.tensor_parallel.sequence_parallel:
         hidden //= tp
-    return ModelTrace(_for_any(trace, names), behind and _for_any(behind, names), short.stands_for, hidden)
+    late_trace = behind and _for_any(behind, names)
+    return ModelTrace(_for_any(trace, names), late_trace, short.stands_for, hidden, local)
 
 
 def _untied(model: nn.Module) -> dict[str, str]:
@@ -282,6 +296,35 @@ def _run(
     if put_off is not None:
         recorder.stop()
         put_off.computed()
+
+
+def _held_after(
+    block: nn.Module,
+    live: LiveBytes,
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    casting: AbstractContextManager[Any],
+) -> int:
+    """Return the bytes that are held when the forward has ended behind a block."""
+    outputs: list[Any] = []
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output)
+        raise _LeftError
+
+    handle, before = block.register_forward_hook(leave), live.now
+    try:
+        with casting, loss_only():
+            call(model, batch)
+    except _LeftError:
+        pass  # the frames are gone with it
+    finally:
+        handle.remove()
+    return live.now - before
+
+
+class _LeftError(Exception):
+    """The forward has ended behind a block."""
 
 
 def _for_any(trace: MemoryTrace, names: list[str]) -> MemoryTrace:

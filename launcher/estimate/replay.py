@@ -10,7 +10,15 @@ from launcher.comm import Mesh
 from launcher.config import Config
 from launcher.engine.gradient_plan import GradientPlan
 from launcher.estimate.answer import PHASES
-from launcher.estimate.memory_trace import BlockTrace, Items, TraceEvent, TraceMark, TraceSegment, absolute
+from launcher.estimate.memory_trace import (
+    BlockTrace,
+    Items,
+    TraceEvent,
+    TraceMark,
+    TraceSegment,
+    absolute,
+    change_of,
+)
 from launcher.estimate.model_trace import ModelTrace
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.simulated import SimulatedRank
@@ -106,6 +114,9 @@ class ScriptedStep:
             self._play(self._piece(block).forward, block)
         if stage == self._last_stage:
             self._play(self.script.ends.trace.after.forward)
+        # The trace lets go of the forward's variables at its end, here every stage has an end of its own.
+        rank.segment(0, ((stage == self._last_stage) - (stage == 0)) * self.script.ends.local)
+        if stage == self._last_stage:
             return
         rank.segment(0, -hidden)
         rank.unsharder.end()
@@ -181,7 +192,7 @@ class ScriptedStep:
                 for item in now.backward
                 if isinstance(item, TraceMark) and item.event is TraceEvent.GRADIENT and item.name not in came
             ]
-            held += _change(later.backward) - _change(now.backward)
+            held += change_of(later.backward) - change_of(now.backward)
         return gradients, held
 
     # ---- traces -----------------------------------------------------------------------------
@@ -230,7 +241,3 @@ class ScriptedStep:
         self.peaks[self._phase] = max(self.peaks[self._phase], rank.peak)
         self._phase = phase
         rank.restart()
-
-
-def _change(items: Items) -> int:
-    return sum(item.change for item in items if isinstance(item, TraceSegment))

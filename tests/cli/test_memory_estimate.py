@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import main
+from launcher.config import load
 
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 ASKED = [
@@ -62,8 +63,8 @@ def test_experts_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"size": 2}}))
     asked = ["memory-estimate", "--config", str(config), "--model", "default-moe", "--num-gpus", "2"]
     peaks = []
-    for load in ("1", "1.5"):
-        assert main([*asked, "--seq-length", "64", "--expert-load", load, "--json"]) == 0
+    for more in ("1", "1.5"):
+        assert main([*asked, "--seq-length", "64", "--expert-load", more, "--json"]) == 0
         peaks.append(json.loads(capsys.readouterr().out)["per_rank"][0]["peak_bytes"])
     assert peaks[0] < peaks[1]
     assert main([*asked, "--seq-length", "64", "--expert-load", "1.5"]) == 0
@@ -111,3 +112,16 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("1.5", "-1%", "much"):
         assert main([*ASKED, "--reserve", wrong]) == 2
     assert "--reserve" in capsys.readouterr().err
+
+
+def test_without_a_configuration_one_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["memory-estimate", "--model", "default", "--num-gpus", "4", "--seq-length", "256"]
+    assert main([*asked, "--gpu", "h100", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    config = load(told["proposed"])
+    assert told["fits"] and config.dp_degree(4) >= 1 and len(told["per_rank"]) >= 1
+    for gpu in ([], ["--gpu", "80GiB"]):  # how fast it is, bytes do not say
+        assert main([*asked, *gpu]) == 2
+        assert "missing --config" in capsys.readouterr().err
+    assert main([*asked, "--gpu", "h100", "--reserve", "0.999"]) == 2
+    assert "no layout of 4 x" in capsys.readouterr().err

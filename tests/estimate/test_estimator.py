@@ -158,3 +158,22 @@ def test_a_head_that_is_tied_to_the_embedding_is_on_another_stage(schedule: str,
         found = estimator.estimate(config, 2 * tp, rank, 256)
         wanted = dry_run(estimator.copy(), config, world=2 * tp, rank=rank, sequence=256)
         assert found.peak == pytest.approx(wanted.peak, rel=0.01, abs=3 * 2**20)  # a CPU kernel
+
+
+def test_what_waits_for_a_backward_does_not_grow_with_microbatches() -> None:
+    """A stage holds as many as the schedule has under way: nothing of a microbatch stays behind its backward."""
+    model = GPT2Config(n_embd=128, n_layer=4, n_head=4, vocab_size=8_192, n_positions=512)
+    estimator = Estimator(model)
+    for schedule in ("1f1b", "zbv"):
+        peaks = []
+        for microbatches in (8, 24):
+            config = load(
+                {
+                    "train_micro_batch_size_per_gpu": 2,
+                    "gradient_accumulation_steps": microbatches,
+                    "bf16": {"enabled": True},
+                    "pipeline": {"stages": 2, "schedule": schedule},
+                }
+            )
+            peaks.append([estimator.estimate(config, 2, rank).peak for rank in (0, 1)])
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.002), schedule
