@@ -42,8 +42,6 @@ If a run does not fit --gpu, the output says what to change, the cheapest change
 """
 EXIT_DOES_NOT_FIT = 1
 RANKS_OF_NODE = 8
-LONG = 2048
-"""Tokens of a sequence where nobody says how many there are."""
 
 
 def estimate_parser() -> FlagParser:
@@ -211,22 +209,21 @@ def _proposed(flags: argparse.Namespace, world: int) -> dict[str, Any]:
     if not _is_type(flags.gpu):
         fix = "name the run's JSON; or a device, --gpu h100, and one is proposed for it"
         raise ConfigError("missing --config", where="launch memory-estimate", fix=fix)
-    from launcher.cli.plan import default_batch
+    from launcher.cli.plan import default_batch, search
+    from launcher.estimate.estimator import LONG
     from launcher.models.build import load_config
     from launcher.monitor.device_budget import budget_for
     from launcher.monitor.devices import device
-    from launcher.plan.choose import PlanSearch, choose
-    from launcher.plan.layout import as_json, layouts
-    from launcher.plan.memory import MemoryPredictor
+    from launcher.plan.choose import PlanSearch
+    from launcher.plan.layout import as_json
     from launcher.plan.work import work_of
 
     model, kind = load_config(flags.model), device(flags.gpu)
     sequence = flags.seq_length or min(LONG, getattr(model, "max_position_embeddings", None) or LONG)
     work = replace(work_of(model, sequence), expert_load=flags.expert_load)
     place = PlanSearch(kind, min(world, kind.per_node), budget_for(kind, flags.reserve))
-    needs = MemoryPredictor(model, work, attention=kind.attention)
-    ways = layouts(work, world, default_batch(world, sequence))
-    if found := choose(work, place, ways, needs.peak, needs.kept, top=1):
+    found, _ = search(model, work, place, world, default_batch(world, sequence), top=1)
+    if found:
         return as_json(found[0].layout)
     room = place.budget.in_words()
     raise ConfigError(

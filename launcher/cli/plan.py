@@ -22,7 +22,11 @@ from launcher.cli.output import must_be_new, new_console, write
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from launcher.plan.choose import Choice, PlanSearch
+    from launcher.plan.memory import MemoryPredictor
+    from launcher.plan.work import ModelWork
 
 DESCRIPTION = """\
 Tries all layouts of a run (tensor and pipeline degrees, ranks that share sequences or experts, ZeRO stage, microbatch,
@@ -104,9 +108,8 @@ def plan(argv: Sequence[str]) -> int:
     world, per_node = _ranks(flags, kind.per_node)
     from launcher.engine.dtypes import DTYPES
     from launcher.models.build import load_config
-    from launcher.plan.choose import PlanSearch, choose, reasons
-    from launcher.plan.layout import as_json, layouts
-    from launcher.plan.memory import MemoryPredictor
+    from launcher.plan.choose import PlanSearch, reasons
+    from launcher.plan.layout import as_json
     from launcher.plan.work import work_of
 
     model = load_config(flags.model)
@@ -114,10 +117,7 @@ def plan(argv: Sequence[str]) -> int:
     batch = flags.global_batch or default_batch(world, sequence)
     work = replace(work_of(model, sequence, DTYPES[flags.dtype]), expert_load=flags.expert_load)
     place = PlanSearch(kind, per_node, budget_for(kind, flags.reserve, flags.memory))
-    needs = MemoryPredictor(model, work, flags.dtype, kind.attention)
-    ways = list(layouts(work, world, batch))
-    with _progress(len(ways)) as tell:
-        choices = choose(work, place, ways, needs.peak, needs.kept, top=flags.top, tell=tell)
+    choices, needs = search(model, work, place, world, batch, dtype=flags.dtype, top=flags.top)
     inputs = {
         "model": flags.model,
         "parameters": work.parameters,
@@ -154,6 +154,27 @@ def plan(argv: Sequence[str]) -> int:
 
         write(flags.html, page(_title(inputs), work, place, choices, needs, why, config), "--html", over=True)
     return 0
+
+
+def search(
+    model: PretrainedConfig,
+    work: ModelWork,
+    place: PlanSearch,
+    world: int,
+    batch: int,
+    *,
+    dtype: str = "bf16",
+    top: int,
+) -> tuple[list[Choice], MemoryPredictor]:
+    """Return the fastest layouts that fit, and what knows how much memory they take; a terminal shows how far it is."""
+    from launcher.plan.choose import choose
+    from launcher.plan.layout import layouts
+    from launcher.plan.memory import MemoryPredictor
+
+    needs = MemoryPredictor(model, work, dtype, place.device.attention)
+    ways = list(layouts(work, world, batch))
+    with _progress(len(ways)) as tell:
+        return choose(work, place, ways, needs.peak, needs.kept, top=top, tell=tell), needs
 
 
 @contextmanager

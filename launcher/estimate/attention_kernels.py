@@ -93,9 +93,8 @@ class _Fused(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, flash: bool
     ) -> Tensor:
         *batch, heads, tokens, _ = query.shape
-        out = query.new_empty((*batch, tokens, heads, value.shape[-1])).transpose(
-            -3, -2
-        )  # as kernels write it
+        laid_out = (*batch, tokens, heads, value.shape[-1])  # as kernels write it: no copy follows
+        out = query.new_empty(laid_out).transpose(-3, -2)
         logs = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, logs, *(() if mask is None else (mask,)))
         ctx.flash = flash
@@ -109,6 +108,6 @@ class _Fused(torch.autograd.Function):
             sums.append(query.new_empty(query.shape, dtype=torch.float32))
         if (
             query.shape[-3] != key.shape[-3]
-        ):  # keys get a gradient from each head that reads them, and then the sum
+        ):  # first a gradient from each head that reads a key, then their sum
             sums += [one.new_empty((*query.shape[:-2], *one.shape[-2:])) for one in (key, value)]
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

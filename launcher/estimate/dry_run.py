@@ -102,9 +102,8 @@ def rehearse(
             _step(engine, batch)
             _note_states(engine, watcher.live)
             watcher.begin()
-            _step(
-                engine, batch
-            )  # the first one in which the unsharder knows the order, as in all that follow
+            # The first one in which the unsharder knows the order, as in all that follow.
+            _step(engine, batch)
             peaks = watcher.end()
             between = held(engine, watcher.live.now)
             watcher.look_at(max(peaks.values()))
