@@ -23,22 +23,22 @@ from launcher.estimate.estimator import Estimator
 
 RESULTS = Path(__file__).with_name("results") / "estimate_architectures.md"
 SEQUENCE = 256
-_SIZE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 32_000}
-_GATED = {**_SIZE, "intermediate_size": 512, "max_position_embeddings": 512, "num_key_value_heads": 4}
-_WIDE = {**_GATED, "head_dim": 32}
+_SIZE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 32_000}
+_GATED = {**_SIZE, "intermediate_size": 1024, "max_position_embeddings": 512, "num_key_value_heads": 4}
+_WIDE = {**_GATED, "head_dim": 64}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": _WIDE,
-    "gemma2": {**_WIDE, "query_pre_attn_scalar": 32},
-    "gemma3_text": {**_WIDE, "query_pre_attn_scalar": 32},
+    "gemma2": {**_WIDE, "query_pre_attn_scalar": 64},
+    "gemma3_text": {**_WIDE, "query_pre_attn_scalar": 64},
     "mixtral": {**_GATED, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {**_WIDE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-    "gpt_neox": {**_SIZE, "intermediate_size": 512, "max_position_embeddings": 512},
+    "qwen3_moe": {**_WIDE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    "gpt_neox": {**_SIZE, "intermediate_size": 1024, "max_position_embeddings": 512},
     "falcon": _SIZE,
     "phi3": {**_GATED, "pad_token_id": 0},
-    "opt": {**_SIZE, "ffn_dim": 512, "max_position_embeddings": 512, "word_embed_proj_dim": 256},
-    "bloom": {"hidden_size": 256, "n_layer": 4, "n_head": 8, "vocab_size": 32_000},
+    "opt": {**_SIZE, "ffn_dim": 1024, "max_position_embeddings": 512, "word_embed_proj_dim": 512},
+    "bloom": {"hidden_size": 512, "n_layer": 4, "n_head": 8, "vocab_size": 32_000},
     "olmo2": _GATED,
-    "gpt2": {"n_embd": 256, "n_layer": 4, "n_head": 8, "vocab_size": 50_257, "n_positions": 512},
+    "gpt2": {"n_embd": 512, "n_layer": 4, "n_head": 8, "vocab_size": 50_257, "n_positions": 512},
 }
 _BF16 = {"bf16": {"enabled": True}}
 _TP, _PP = {"autotp_size": 2}, {"stages": 2}

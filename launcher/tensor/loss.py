@@ -209,10 +209,13 @@ def gradient(
     upstream = upstream.masked_fill(labels == settings.ignore_index, 0)  # a mean over no token asks for nan
     scale = upstream / total
     for rows in _tiles(logits):
-        part = (logits[rows] - largest[rows, None]).exp_().mul_(scale[rows, None])
+        # A copy to compute in: a sum of two dtypes would make one more on a CPU.
+        part = logits[rows].to(total.dtype, copy=True).sub_(largest[rows, None])
+        part.exp_().mul_(scale[rows, None])
         mine, column = settings.own(labels[rows], logits.shape[1])
         part[torch.arange(len(part), device=part.device), column] -= upstream[rows].masked_fill(~mine, 0)
         gradient[rows] = part
+        del part  # before the next one is made
     return gradient
 
 
