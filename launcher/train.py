@@ -22,7 +22,7 @@ from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
 from launcher.engine.token_weights import learned_tokens, token_weights
 from launcher.errors import ConfigError
 from launcher.experts.load import ExpertLoad
-from launcher.monitor.memory import peak_memory_bytes
+from launcher.monitor.memory import StepMemory, peak_memory_bytes
 from launcher.monitor.metrics import METRICS, read_metrics
 from launcher.monitor.plot import plot_loss
 from launcher.monitor.summary import RankMemory, print_summary, write_summary
@@ -63,10 +63,12 @@ class Training:
     width: int = field(init=False)  # tokens of a sequence, before a curriculum
     stalled_s: float = field(default=0.0, init=False)  # told of
     replica: ReplicaRun | None = field(default=None, init=False)  # of several (`fault_tolerance`)
+    memory: StepMemory = field(init=False)
 
     def __post_init__(self) -> None:
         engine = self.engine
         engine.quiet = True
+        self.memory = StepMemory(engine.device)
         self.loader = GlobalBatchLoader(
             self.train_set,
             global_batch=engine.train_batch_size() * self.run.replicas,
@@ -133,7 +135,7 @@ class Training:
                     self.replica.admit(self.state.client_state)
                 place = self.loader.state_dict()
                 try:
-                    with trace.step(self.engine.global_steps + 1):
+                    with trace.step(self.engine.global_steps + 1), self.memory.step():
                         record = self._step(next(steps))
                 except LossScaleExhausted as error:
                     self.loader.load_state_dict(place)
@@ -308,14 +310,17 @@ class Training:
         mine = RankMemory(
             rank=self.run.rank,
             coordinates={name: axis.rank for name, axis in self.engine.mesh.axes.items() if axis.degree > 1},
-            peak_memory_bytes=peak_memory_bytes(self.engine.device),
+            peak_memory_bytes=max(self.memory.peak, peak_memory_bytes(self.engine.device)),
             parameter_bytes=held["parameters"],
             gradient_bytes=held["gradients"],
             optimizer_bytes=held["optimizer"] + held["master"],
+            step_bytes=self.memory.step_bytes,
         )
         return [RankMemory(**each) for each in gather_plain(asdict(mine))]
 
     def _write_summary(self, ranks: list[RankMemory], parameters: int, more: dict[str, Any]) -> None:
+        from launcher.estimate.beside_run import estimate_of_run
+
         output, engine = self.run.output_dir, self.engine
         metrics = output / METRICS
         stage = engine.zero_optimization_stage()
@@ -327,6 +332,13 @@ class Training:
             parameters=parameters,
             records=read_metrics(metrics),
             ranks=ranks,
+            estimate=estimate_of_run(
+                engine.module.config,
+                self.run.config,
+                engine.world_size,
+                self.width,
+                on_host=engine.device.type == "cpu",
+            ),
             dynamic_loss_scale=engine.loss_scaler.dynamic,
             zero_stage=stage,
             device=str(engine.device),

@@ -44,6 +44,7 @@ class Estimate:
         between: the same between steps.
         host: bytes of host memory that shards rest in, and of the copies of saves in the background.
         nvme: bytes on NVMe.
+        kept: bytes between steps of parameters, of gradients, and of what the optimizer has, wherever they rest.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Estimate:
     between: DeviceBytes
     host: int = 0
     nvme: int = 0
+    kept: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def peak(self) -> int:

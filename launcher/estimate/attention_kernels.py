@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 CPU_KERNELS = ("cpu",)
+GPU_KERNELS = ("flash", "efficient", "math")
 WIDEST = 256
 """Numbers of a head that flash takes at most."""
 

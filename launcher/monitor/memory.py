@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +33,46 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
         return peak
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def restart_peak(device: torch.device | str = "cpu") -> None:
+    """Begin anew to look for the peak: `peak_memory_bytes` is that of what comes now. Where a CPU's system cannot do
+    that (it is not Linux, or forbids it), the peak stays that of the whole run."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+class StepMemory:
+    """What one step adds to the memory of this process: the third, when all is there that stays (states of the
+    optimizer, the order in which parameters are gathered).
+
+    Attributes:
+        step_bytes: the most in that step, beyond what lay there before it; None: it was not taken yet.
+        peak: the most before it, in bytes; from there on the peak is looked for anew.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._left = device, 2
+        self.step_bytes: int | None = None
+        self.peak = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Take a step inside."""
+        self._left -= 1
+        if self._left != -1:
+            yield
+            return
+        trim_malloc()
+        before, self.peak = current_memory_bytes(self._device), peak_memory_bytes(self._device)
+        restart_peak(self._device)
+        yield
+        self.step_bytes = peak_memory_bytes(self._device) - before
 
 
 def current_memory_bytes(device: torch.device | str = "cpu") -> int:

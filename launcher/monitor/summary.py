@@ -20,6 +20,15 @@ from launcher.monitor.progress import duration, short_number
 
 AXES = ("pp", "dp", "cp", "tp", "ep")
 WARMUP_STEPS = 5
+PEAK, STEP = "peak_memory_bytes", "step_bytes"
+MEMORY = {
+    PEAK: "peak memory",
+    "parameter_bytes": "parameters",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer state",
+    STEP: "what a step adds",
+}
+"""The parts of a rank's memory, in the words of the table. On CPUs the peak has Python and its libraries, too."""
 _PACKAGES = ("launcher", "torch", "transformers", "datasets", "numpy")
 
 
@@ -33,6 +42,20 @@ class RankMemory:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    step_bytes: int | None = None
+    """What the third step took at most, beyond what lay there before it; None: the run had no more than two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatedMemory:
+    """What `launch memory-estimate` says of a rank; see `RankMemory`. The peak is of tensors alone."""
+
+    rank: int
+    peak_memory_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    step_bytes: int
 
 
 def write_summary(
@@ -44,6 +67,7 @@ def write_summary(
     parameters: int,
     records: Sequence[Mapping[str, Any]],
     ranks: Sequence[RankMemory],
+    estimate: Sequence[EstimatedMemory] | str = "nobody asked",
     dynamic_loss_scale: bool = False,
     **extra: Any,
 ) -> dict[str, Any]:
@@ -57,6 +81,7 @@ def write_summary(
         parameters: their count, tied ones once.
         records: `read_metrics(...)`: steps, final losses and the median of tokens/s come from them.
         ranks: one entry a rank.
+        estimate: of the first rank of each pipeline stage; or why there is none.
         dynamic_loss_scale: steps that were skipped are its way to its size, and not counted as not finite.
         extra: more keys (`zero_stage`, `device`, ...). With `stopped`, why the run has no model to show, there is no
             final loss either.
@@ -74,6 +99,7 @@ def write_summary(
         "tokens_per_s": median_tokens_per_s(records),
         "train_time_s": sum(record["step_time_s"] for record in records),
         "ranks": [asdict(rank) for rank in sorted(ranks, key=lambda rank: rank.rank)],
+        "estimate": estimate if isinstance(estimate, str) else [asdict(rank) for rank in estimate],
         "versions": versions(),
         **extra,
     }
@@ -158,18 +184,31 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("stopped", str(summary["stopped"])))
     if summary["tokens_per_s"] is not None:
         rows.append(("tokens/s (median)", short_number(summary["tokens_per_s"])))
-    for label, key in (
-        ("peak memory", "peak_memory_bytes"),
-        ("parameters", "parameter_bytes"),
-        ("gradients", "gradient_bytes"),
-        ("optimizer state", "optimizer_bytes"),
-    ):
-        if summary["ranks"]:
-            most = max(rank[key] for rank in summary["ranks"])
-            rows.append((f"{label} (max over ranks)", f"{most / 2**20:.1f} MiB"))
+    rows += _memory_rows(summary)
     if summary.get("pipeline"):
         rows += _pipeline_rows(summary["pipeline"], summary["ranks"])
     return rows
+
+
+def _memory_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows, estimate = [], summary.get("estimate", "")
+    on_cpu = str(summary.get("device", "")).startswith("cpu")
+    for key, label in MEMORY.items():
+        measured = most_bytes(summary["ranks"], key)
+        if measured is None:
+            continue
+        text = f"{measured / 2**20:.1f} MiB"
+        expected = None if isinstance(estimate, str) else most_bytes(estimate, key)
+        if expected is not None and not (on_cpu and key == PEAK):
+            resident = " resident" * (on_cpu and key == STEP)  # with the gaps that malloc keeps
+            text += f"{resident} (estimated {expected / 2**20:.1f})"
+        rows.append((f"{label} (max over ranks)", text))
+    return rows
+
+
+def most_bytes(ranks: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    """Return the most that a rank has of it; None where nobody measured it."""
+    return max((rank[key] for rank in ranks if rank.get(key) is not None), default=None)
 
 
 def _pipeline_rows(pipeline: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

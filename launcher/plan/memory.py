@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from launcher.config.root import load
 from launcher.errors import ConfigError
 from launcher.estimate.answer import Estimate
+from launcher.estimate.attention_kernels import GPU_KERNELS
 from launcher.estimate.estimator import Estimator
 from launcher.plan.layout import Layout, as_json
 from launcher.plan.stages import stage_loads
@@ -33,7 +34,7 @@ class MemoryPredictor:
     model: PretrainedConfig
     work: ModelWork
     dtype: str = "bf16"
-    attention: Collection[str] = ("flash", "efficient", "math")
+    attention: Collection[str] = GPU_KERNELS
     refused: dict[Layout, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import printable
+from launcher.errors import LauncherError, printable
 from launcher.files import read_small, replace_text
 from launcher.monitor.metrics import METRICS, is_number
 from launcher.monitor.progress import duration, short_number
@@ -76,6 +76,7 @@ def run_report(view: RunView) -> str:
         + "".join(f'<span style="background:{COLOURS[n]}"></span>{n}' for n in SHARES)
         + "</p>",
         _ranks(view),
+        _memory(view.directory / "summary.json"),
         _pipeline(view.timeline),
         "<h2>Messages</h2>",
         _messages(view.messages),
@@ -195,6 +196,44 @@ def _ranks(view: RunView) -> str:
             "<tr>" + "".join(f'<td class="{"n" * (n in numbers)}">{cell}</td>' for n, cell in row) + "</tr>"
         )
     return '<div class="wide"><table>' + "".join(rows) + "</table></div>"
+
+
+MEMORY = {
+    "parameter_bytes": "parameters",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer state",
+    "step_bytes": "what a step adds",
+}
+
+
+def _memory(path: Path) -> str:
+    """Return a table of what was estimated for the first rank of each pipeline stage, and what it measured."""
+    try:
+        summary = json.loads(read_small(path, "the summary", where=str(path), fix=""))
+        measured = {rank["rank"]: rank for rank in summary["ranks"]}
+        rows = "".join(_memory_row(measured[each["rank"]], each) for each in summary["estimate"])
+    except (
+        LauncherError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ):  # no recipe's, or not written yet
+        return ""
+    names = "".join(f'<th class="n">{name}</th>' for name in MEMORY.values())
+    where = " (resident, with gaps that malloc keeps)" if str(summary.get("device")).startswith("cpu") else ""
+    return (
+        f'<h2>Memory, measured{where} / estimated</h2><div class="wide"><table>'
+        f'<tr><th class="n">rank</th>{names}</tr>{rows}</table></div>'
+    )
+
+
+def _memory_row(measured: Mapping[str, Any], estimated: Mapping[str, Any]) -> str:
+    cells = [str(int(estimated["rank"]))]
+    for key in MEMORY:
+        told = [None if each.get(key) is None else in_words(int(each[key])) for each in (measured, estimated)]
+        cells.append(" / ".join(each or "?" for each in told))
+    return "<tr>" + "".join(f'<td class="n">{_text(cell)}</td>' for cell in cells) + "</tr>"
 
 
 def _bar(rank: RankView) -> str:

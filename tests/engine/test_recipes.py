@@ -151,6 +151,12 @@ def test_the_summary_is_of_the_run(runs: Path) -> None:
         assert rank["parameter_bytes"] == pytest.approx(half, rel=0.05)
         assert rank["gradient_bytes"] == pytest.approx(half, rel=0.05)
         assert rank["optimizer_bytes"] == pytest.approx(2 * half, rel=0.05)
+        assert rank["step_bytes"] > 2**16
+    (expected,) = summary["estimate"]
+    for part in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+        assert expected[part] == pytest.approx(summary["ranks"][0][part], rel=0.001), part
+    assert 0 < expected["step_bytes"] < expected["peak_memory_bytes"]
+    assert "Memory, measured" in (runs / "whole" / "report.html").read_text()
 
 
 def test_a_resumed_run_goes_on_with_the_curve(runs: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import torch
 from rich.console import Console
 
 from launcher import files
-from launcher.monitor.summary import RankMemory, median_tokens_per_s, print_summary, write_json, write_summary
+from launcher.monitor.summary import (
+    EstimatedMemory,
+    RankMemory,
+    _rows,
+    median_tokens_per_s,
+    print_summary,
+    write_json,
+    write_summary,
+)
 
 
 def records(rates: list[float]) -> list[dict[str, Any]]:
@@ -53,7 +62,7 @@ def test_the_file_has_what_was_promised(tmp_path: Path) -> None:
     assert [rank["rank"] for rank in content["ranks"]] == [0, 1]
     assert content["ranks"][0] == {
         "rank": 0, "coordinates": {}, "peak_memory_bytes": 300 << 20,
-        "parameter_bytes": 4000, "gradient_bytes": 2000, "optimizer_bytes": 8000,
+        "parameter_bytes": 4000, "gradient_bytes": 2000, "optimizer_bytes": 8000, "step_bytes": None,
     }  # fmt: skip
     assert content["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     assert content["zero_stage"] == 2
@@ -113,3 +122,30 @@ def test_the_table_says_how_it_went_and_where_it_lies(tmp_path: Path) -> None:
     text = output.getvalue()
     for part in ("llama-10m", "10.20M parameters", "2 (dp 2)", "-3.0000", "500.0 MiB", f"metrics: {place}\n"):
         assert part in text
+
+
+def estimated(**changes: int) -> EstimatedMemory:
+    parts = {"parameter_bytes": 4000, "gradient_bytes": 2000, "optimizer_bytes": 8000, "step_bytes": 3 << 20}
+    return EstimatedMemory(rank=0, peak_memory_bytes=5 << 20, **{**parts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("device", "word", "peak"), [("cpu", " resident", ""), ("cuda:0", "", " (estimated 5.0)")]
+)
+def test_the_estimate_stands_beside_what_was_measured(
+    tmp_path: Path, device: str, word: str, peak: str
+) -> None:
+    ranks = [replace(memory(0), step_bytes=4 << 20), memory(1)]
+    summary = write(tmp_path / "s.json", ranks=ranks, estimate=[estimated()], device=device)
+    assert summary["estimate"][0] == json.loads((tmp_path / "s.json").read_text())["estimate"][0]
+    rows = dict(_rows(summary))
+    assert rows["optimizer state (max over ranks)"] == "0.0 MiB (estimated 0.0)"
+    assert rows["what a step adds (max over ranks)"] == f"4.0 MiB{word} (estimated 3.0)"
+    assert rows["peak memory (max over ranks)"] == f"300.0 MiB{peak}"
+
+
+def test_a_run_that_cannot_be_estimated_says_why(tmp_path: Path) -> None:
+    summary = write(tmp_path / "s.json", estimate="ConfigError: no such model")
+    assert summary["estimate"] == "ConfigError: no such model"
+    assert dict(_rows(summary))["gradients (max over ranks)"] == "0.0 MiB"
+    assert "what a step adds (max over ranks)" not in dict(_rows(summary))  # no third step
