@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -116,7 +117,15 @@ def _cut(spread: _Spread, config: Config, mesh: Mesh, sequence: int) -> RankPart
     costs = model_costs(model, method, sequence=sequence, tp=mesh.axes["tp"].degree)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)
     rank_of = schedule(drained(section.schedule), pp.degree, 1, section.chunks_of_rank).rank_of
-    model = shallow(model)
+    owners = [
+        rank
+        for rank, (begin, end) in zip(rank_of, pairwise(boundaries), strict=True)
+        for _ in range(begin, end)
+    ]
+    # What other ranks have is copied without what is in it: there are a hundred blocks, and a cut for each layout.
+    model = shallow(
+        model, [block for (_, block), rank in zip(blocks, owners, strict=True) if rank != pp.rank]
+    )
     staged = StagedModel(model, boundaries, rank_of, pp.rank)
     return RankPart(
         model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -62,12 +62,26 @@ def shortened(model: nn.Module) -> ShortModel:
             parent._modules = modules
 
 
-def shallow(model: nn.Module) -> nn.Module:
-    """Return a copy of all modules with the same parameters, buffers and config; a deepcopy takes ten times as long."""
-    made = {module: type(module).__new__(type(module)) for module in model.modules()}
+def shallow(model: nn.Module, hollow: Collection[nn.Module] = ()) -> nn.Module:
+    """Return a copy of all modules with the same parameters, buffers and config; a deepcopy takes ten times as long.
+
+    Args:
+        hollow: modules of the model whose copies have no modules, parameters and buffers in them.
+    """
+    made = {module: type(module).__new__(type(module)) for module in _modules(model, set(hollow))}
     for module, one in made.items():
         one.__dict__.update({name: _renewed(value, made) for name, value in module.__dict__.items()})
+    for module in hollow:
+        made[module]._modules, made[module]._parameters, made[module]._buffers = {}, {}, {}
     return made[model]
+
+
+def _modules(module: nn.Module, hollow: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module and those in it, but for what is in hollow ones."""
+    yield module
+    if module not in hollow:
+        for child in module.children():
+            yield from _modules(child, hollow)
 
 
 def _renewed(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:

@@ -17,7 +17,8 @@ from launcher.plan.layout import Layout, as_json
 from launcher.plan.stages import stage_loads
 from launcher.plan.work import ModelWork
 
-ENOUGH = 3
+ENOUGH, ENOUGH_INTERLEAVED = 2, 3
+"""Microbatches for each stage; with more of them no more is held at once."""
 
 
 @dataclass
@@ -52,8 +53,8 @@ class MemoryPredictor:
         return tuple(self._ranks(layout))
 
     def _ranks(self, layout: Layout) -> Iterator[Estimate]:
-        enough = ENOUGH * layout.pp  # microbatches; with more of them no more is held at once
-        layout = replace(layout, accumulation=min(layout.accumulation, enough))
+        enough = ENOUGH_INTERLEAVED if layout.schedule == "interleaved" else ENOUGH
+        layout = replace(layout, accumulation=min(layout.accumulation, enough * layout.pp))
         config = load(as_json(layout, dtype=self.dtype))
         of_stage = layout.tp * layout.copies
         blocks = [load.blocks for load in stage_loads(self.work, layout).ranks]
