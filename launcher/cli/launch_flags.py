@@ -73,6 +73,7 @@ def launch_parser() -> FlagParser:
         "       launch manifest --kind pytorchjob|jobset --image IMAGE --num_nodes N --num_gpus G ...\n"
         "       launch memory-estimate --config DS.json --model MODEL [--num-gpus N] [--gpu TYPE|BYTES] [--compare]\n"
         "       launch plan --model MODEL --num-gpus N --gpu TYPE [--global-batch B] [--write DS.json] [--html FILE]\n"
+        "       launch calibrate RUN_DIR --gpu TYPE [--out FILE.json]\n"
         "       launch top [RUN_DIR] [--once | --json | --html FILE]\n"
         "       launch inspect DIRECTORY | launch export DIRECTORY OUT --format F | launch import DIRECTORY OUT\n"
         "       launch shim [status | path | run -- COMMAND | install | remove]\n"

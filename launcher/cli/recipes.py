@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "bench": ("bench", "bench"),
     "memory-estimate": ("memory_estimate", "memory_estimate"),
     "plan": ("plan", "plan"),
+    "calibrate": ("calibrate", "calibrate"),
     "manifest": ("manifest", "print_manifest"),
     "top": ("top", "top"),
     "report": ("hosts", "report"),

@@ -67,6 +67,11 @@ def device(name: str) -> Device:
     Raises:
         ConfigError: there is no such device in the table, or the file is none.
     """
+    return device_of(row_of(name))
+
+
+def row_of(name: str) -> dict[str, Any]:
+    """Return the row of a device, of the table or a file; see `device`."""
     row = _measured(name) if name.endswith(".json") else _row(name)
     if row is None:
         known = [str(each["names"][0]).lower().replace(" ", "-") for each in _table()["devices"]]
@@ -75,6 +80,11 @@ def device(name: str) -> Device:
         if name[:1].isdigit() and not near:  # as memory-estimate takes it
             meant = f"name its type, which says how fast it is, and write --memory {name} beside it; "
         raise ConfigError(f"unknown GPU {name!r}", where="--gpu", fix=f"{meant}known: {', '.join(known)}")
+    return row
+
+
+def device_of(row: dict[str, Any]) -> Device:
+    """Return the device of a row; what it leaves out is as in most devices."""
     shares = {**defaults(), **row}
     return Device(
         title=row["title"],

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from launcher.config import Config
 from launcher.plan.work import ModelWork
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
@@ -160,6 +161,33 @@ def _schedules(work: ModelWork, pp: int, microbatches: int) -> Iterator[tuple[st
                 yield "interleaved", chunks
     if 2 * pp <= work.layers:
         yield "zbv", 2
+
+
+def layout_of(config: Config, world: int) -> Layout:
+    """Return the layout of a run.
+
+    Args:
+        config: resolved.
+        world: ranks.
+    """
+    tensor, pipeline, zero = config.tensor_parallel, config.pipeline, config.zero_optimization
+    states = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
+    offload = "all" if zero.parameters_elsewhere is not None else "optimizer" if states else "none"
+    return Layout(
+        tp=tensor.degree,
+        pp=pipeline.degree,
+        dp=config.dp_degree(world),
+        stage=zero.stage,
+        micro=int(str(config.train_micro_batch_size_per_gpu)),
+        accumulation=int(str(config.gradient_accumulation_steps)),
+        schedule=pipeline.schedule,
+        chunks=pipeline.chunks_of_rank,
+        recompute=config.activation_checkpointing is not None or pipeline.activation_checkpoint_interval > 0,
+        sequence_parallel=tensor.sequence_parallel,
+        offload=offload,
+        cp=config.cp_degree,
+        ep=config.expert_parallel.degree,
+    )
 
 
 def as_json(layout: Layout, *, dtype: str = "bf16") -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cli.bench import bench_parser
+from launcher.cli.calibrate import calibrate_parser
 from launcher.cli.check import check_parser
 from launcher.cli.checkpoint import export_parser, import_parser, inspect_parser
 from launcher.cli.flags import FlagParser
@@ -38,7 +39,14 @@ def commands_page() -> str:
         path, has_flags = find_recipe(name)
         if has_flags:
             parts += _section(f"launch ... {name}", _recipe_parser(path))
-    for parser in (check_parser(), estimate_parser(), plan_parser(), schedule_parser(), bench_parser()):
+    for parser in (
+        check_parser(),
+        estimate_parser(),
+        plan_parser(),
+        calibrate_parser(),
+        schedule_parser(),
+        bench_parser(),
+    ):
         parts += _section(parser.prog, parser)
     for parser in (top_parser(), inspect_parser(), export_parser(), import_parser()):
         parts += _section(parser.prog, parser)

@@ -1,0 +1,165 @@
+"""`launch calibrate`: a device's row for `launch plan`, from the times of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.cli.flags import FlagParser, positive
+from launcher.cli.output import must_be_new, write
+from launcher.errors import ConfigError
+from launcher.files import read_small
+
+if TYPE_CHECKING:
+    from launcher.plan.layout import Layout
+
+DESCRIPTION = """\
+Compares the steps of a recipe's run with what `launch plan` would have predicted for its layout, and writes a row of
+the device with which the prediction is right: the parts of its peaks that training reaches are made larger or
+smaller."""
+EPILOG = """\
+examples:
+  launch calibrate runs/run --gpu h100 --out h100-here.json
+  launch plan --model ./my-model --num-gpus 64 --gpu h100-here.json
+"""
+WARMUP_STEPS = 5
+LEAST, MOST = 1e-6, 1e3  # of the shares that the row has
+
+
+def calibrate_parser() -> FlagParser:
+    """Return the parser of `launch calibrate`."""
+    parser = FlagParser(prog="launch calibrate", description=DESCRIPTION, epilog=EPILOG)
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", help="the output directory of a recipe's run that has ended")
+    add("--gpu", required=True, metavar="TYPE", help="GPU type, or the file of a row to begin with")
+    add(
+        "--gpus-per-node",
+        type=positive,
+        metavar="N",
+        help="GPUs in a node (default: the usual number for this GPU)",
+    )
+    add("--out", metavar="FILE.json", help="write the row to this file, which must not exist yet")
+    return parser
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run was, and how long its steps took.
+
+    Args:
+        config: as the engine resolved it.
+        model: the directory of its weights.
+        sequence: tokens of a sequence.
+        seconds: of a step, the median without the first five.
+    """
+
+    config: dict[str, Any]
+    model: str
+    world: int
+    sequence: int
+    seconds: float
+
+
+def calibrate(argv: Sequence[str]) -> int:
+    """Run `launch calibrate`; returns 0."""
+    flags = calibrate_parser().parse_args(argv)
+    if flags.out:
+        must_be_new(flags.out, "--out")
+    run = measured_run(Path(flags.run_dir))
+    from launcher.monitor.devices import device_of, row_of
+    from launcher.plan.speed import step_time
+
+    row = row_of(flags.gpu)
+    layout, work = _planned(run)
+    base = device_of(row)
+    per_node = min(flags.gpus_per_node or base.per_node, layout.world)
+
+    def predicted(factor: float) -> float:
+        matmul, traffic = base.matmul_share * factor, base.traffic_share * factor
+        device = replace(base, matmul_share=matmul, traffic_share=traffic)
+        return step_time(work, layout, device, per_node, exact=True).total
+
+    factor = _solved(predicted, run.seconds)
+    row |= {
+        "matmul": float(f"{base.matmul_share * factor:.4g}"),
+        "traffic": float(f"{base.traffic_share * factor:.4g}"),
+        "calibrated_on": f"{layout.in_words()}: {run.seconds:.4g} s a step",
+    }
+    print(f"{flags.run_dir}: {layout.in_words()}, sequences of {run.sequence:,} tokens")
+    print(f"a step took {run.seconds:.4g} s; predicted for {base.title}: {predicted(1.0):.4g} s")
+    reached = f"{row['matmul']:.3g} of its peak in products ({base.matmul_share:.3g} before)"
+    print(f"with this row it is right: training reaches {reached}, and {row['traffic']:.3g} of its memory's")
+    text = json.dumps(row, indent=2) + "\n"
+    if flags.out:
+        write(flags.out, text, "--out")
+        print(f"written: {flags.out}")
+    else:
+        print(text, end="")
+    return 0
+
+
+def measured_run(directory: Path) -> MeasuredRun:
+    """Read what a recipe left.
+
+    Raises:
+        ConfigError: it is no such directory, or the run has not ended or was too short.
+    """
+    fix = "name the output directory of a recipe's run that has ended"
+    text = {
+        name: read_small(directory / name, name, where="RUN_DIR", fix=fix, largest=1 << 30)
+        for name in ("summary.json", "config.json", "metrics.jsonl")
+    }
+    try:
+        summary, config = json.loads(text["summary.json"]), json.loads(text["config.json"])
+        times = [float(json.loads(line)["step_time_s"]) for line in text["metrics.jsonl"].splitlines()]
+        tokens = summary["tokens"] / summary["steps"] / config["train_batch_size"]
+        world = int(summary["world_size"])
+    except (ValueError, LookupError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"{directory} holds no run that can be read: {error}", where="RUN_DIR", fix=fix
+        ) from error
+    if len(times) <= WARMUP_STEPS:
+        raise ConfigError(
+            f"{directory} has {len(times)} steps, of which the first {WARMUP_STEPS} do not count",
+            where="RUN_DIR",
+            fix="train some more: --max-steps 20",
+        )
+    if not (directory / "model" / "config.json").is_file():
+        raise ConfigError(f"{directory} has no model/config.json", where="RUN_DIR", fix=fix)
+    kept = sorted(times[WARMUP_STEPS:])
+    return MeasuredRun(config, str(directory / "model"), world, round(tokens), kept[len(kept) // 2])
+
+
+def _planned(run: MeasuredRun) -> tuple[Layout, Any]:
+    """Return the run's layout, and the work of its model."""
+    from launcher.config import load
+    from launcher.engine.dtypes import DTYPES
+    from launcher.models.build import load_config
+    from launcher.plan.layout import layout_of
+    from launcher.plan.work import work_of
+
+    config = load(run.config)
+    return layout_of(config, run.world), work_of(load_config(run.model), run.sequence, DTYPES[config.dtype])
+
+
+def _solved(predicted: Any, seconds: float) -> float:
+    """Return by what the shares must be multiplied for a step that takes `seconds`.
+
+    Raises:
+        ConfigError: no share is large enough: what is sent takes longer by itself.
+    """
+    least, most = LEAST, MOST
+    if predicted(most) > seconds:
+        raise ConfigError(
+            f"what the ranks send each other is predicted to take {predicted(most):.3g} s by itself, and a step took "
+            f"{seconds:.3g} s",
+            where="--gpu",
+            fix="measure the links of this machine: launch bench device --out FILE.json, and name that file",
+        )
+    for _ in range(80):
+        middle = (least * most) ** 0.5
+        least, most = (least, middle) if predicted(middle) <= seconds else (middle, most)
+    return most
