@@ -39,16 +39,9 @@ def commands_page() -> str:
         path, has_flags = find_recipe(name)
         if has_flags:
             parts += _section(f"launch ... {name}", _recipe_parser(path))
-    for parser in (
-        check_parser(),
-        estimate_parser(),
-        plan_parser(),
-        calibrate_parser(),
-        schedule_parser(),
-        bench_parser(),
-    ):
+    for parser in (check_parser(), estimate_parser(), plan_parser(), calibrate_parser(), schedule_parser()):
         parts += _section(parser.prog, parser)
-    for parser in (top_parser(), inspect_parser(), export_parser(), import_parser()):
+    for parser in (bench_parser(), top_parser(), inspect_parser(), export_parser(), import_parser()):
         parts += _section(parser.prog, parser)
     parts += _section("launch shim", shim_parser())
     parts += _section("launch manifest", manifest_parser(), only=OWN)
