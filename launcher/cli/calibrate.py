@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from launcher.files import read_small
 
 if TYPE_CHECKING:
     from launcher.plan.layout import Layout
+    from launcher.plan.work import ModelWork
 
 DESCRIPTION = """\
 Compares the steps of a recipe's run with what `launch plan` would have predicted for its layout, and writes a row of
@@ -72,24 +73,13 @@ def calibrate(argv: Sequence[str]) -> int:
     from launcher.monitor.devices import device_of, row_of
     from launcher.plan.speed import step_time
 
-    row = row_of(flags.gpu)
-    layout, work = _planned(run)
-    base = device_of(row)
+    given = row_of(flags.gpu)
+    base, (layout, work) = device_of(given), planned(run)
     per_node = min(flags.gpus_per_node or base.per_node, layout.world)
-
-    def predicted(factor: float) -> float:
-        matmul, traffic = base.matmul_share * factor, base.traffic_share * factor
-        device = replace(base, matmul_share=matmul, traffic_share=traffic)
-        return step_time(work, layout, device, per_node, exact=True).total
-
-    factor = _solved(predicted, run.seconds)
-    row |= {
-        "matmul": float(f"{base.matmul_share * factor:.4g}"),
-        "traffic": float(f"{base.traffic_share * factor:.4g}"),
-        "calibrated_on": f"{layout.in_words()}: {run.seconds:.4g} s a step",
-    }
+    row = calibrated(given, run, per_node)
     print(f"{flags.run_dir}: {layout.in_words()}, sequences of {run.sequence:,} tokens")
-    print(f"a step took {run.seconds:.4g} s; predicted for {base.title}: {predicted(1.0):.4g} s")
+    before = step_time(work, layout, base, per_node, exact=True).total
+    print(f"a step took {run.seconds:.4g} s; predicted for {base.title}: {before:.4g} s")
     reached = f"{row['matmul']:.3g} of its peak in products ({base.matmul_share:.3g} before)"
     print(f"with this row it is right: training reaches {reached}, and {row['traffic']:.3g} of its memory's")
     text = json.dumps(row, indent=2) + "\n"
@@ -99,6 +89,35 @@ def calibrate(argv: Sequence[str]) -> int:
     else:
         print(text, end="")
     return 0
+
+
+def calibrated(row: dict[str, Any], run: MeasuredRun, per_node: int) -> dict[str, Any]:
+    """Return the row of a device with which the steps of a run are predicted right.
+
+    Args:
+        row: to begin with.
+        per_node: ranks of a node.
+
+    Raises:
+        ConfigError: no share of the peaks is large enough.
+    """
+    from launcher.monitor.devices import device_of
+    from launcher.plan.speed import step_time
+
+    base, (layout, work) = device_of(row), planned(run)
+
+    def seconds_with(factor: float) -> float:
+        matmul, traffic = base.matmul_share * factor, base.traffic_share * factor
+        scaled = replace(base, matmul_share=matmul, traffic_share=traffic)
+        return step_time(work, layout, scaled, per_node, exact=True).total
+
+    factor = _solved(seconds_with, run.seconds)
+    return {
+        **row,
+        "matmul": float(f"{base.matmul_share * factor:.4g}"),
+        "traffic": float(f"{base.traffic_share * factor:.4g}"),
+        "calibrated_on": f"{layout.in_words()}: {run.seconds:.4g} s a step",
+    }
 
 
 def measured_run(directory: Path) -> MeasuredRun:
@@ -133,7 +152,7 @@ def measured_run(directory: Path) -> MeasuredRun:
     return MeasuredRun(config, str(directory / "model"), world, round(tokens), kept[len(kept) // 2])
 
 
-def _planned(run: MeasuredRun) -> tuple[Layout, Any]:
+def planned(run: MeasuredRun) -> tuple[Layout, ModelWork]:
     """Return the run's layout, and the work of its model."""
     from launcher.config import load
     from launcher.engine.dtypes import DTYPES
@@ -145,21 +164,21 @@ def _planned(run: MeasuredRun) -> tuple[Layout, Any]:
     return layout_of(config, run.world), work_of(load_config(run.model), run.sequence, DTYPES[config.dtype])
 
 
-def _solved(predicted: Any, seconds: float) -> float:
+def _solved(seconds_with: Callable[[float], float], seconds: float) -> float:
     """Return by what the shares must be multiplied for a step that takes `seconds`.
 
     Raises:
         ConfigError: no share is large enough: what is sent takes longer by itself.
     """
     least, most = LEAST, MOST
-    if predicted(most) > seconds:
+    if seconds_with(most) > seconds:
         raise ConfigError(
-            f"what the ranks send each other is predicted to take {predicted(most):.3g} s by itself, and a step took "
-            f"{seconds:.3g} s",
+            f"what the ranks send each other is predicted to take {seconds_with(most):.3g} s by itself, and a step "
+            f"took {seconds:.3g} s",
             where="--gpu",
             fix="measure the links of this machine: launch bench device --out FILE.json, and name that file",
         )
     for _ in range(80):
         middle = (least * most) ** 0.5
-        least, most = (least, middle) if predicted(middle) <= seconds else (middle, most)
+        least, most = (least, middle) if seconds_with(middle) <= seconds else (middle, most)
     return most

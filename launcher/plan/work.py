@@ -155,12 +155,23 @@ class _Traffic(TorchDispatchMode):
     ) -> Any:
         if func._opname == "_local_scalar_dense":
             return 1  # of a question to all tokens: whether they are of one sequence, and none is padding
-        made = func(*args, **(kwargs or {}))
+        made = (
+            _grouped(func, args, kwargs or {})
+            if func._opname == "_grouped_mm"
+            else func(*args, **(kwargs or {}))
+        )
         if not func.is_view and func._opname not in _PRODUCTS:
             self.nbytes += sum(
                 leaf.nbytes for leaf in tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)
             )
         return made
+
+
+def _grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the product on meta, whose kernel refuses fp32, which those of devices take."""
+    narrow = [a.bfloat16() if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in args]
+    made: Tensor = func(*narrow, **kwargs)
+    return made.to(args[0].dtype)
 
 
 class _OneAttention(TorchFunctionMode):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from launcher.models.build import load_config
 from launcher.monitor.devices import device
 from launcher.pipeline.hf.costs import LayerCosts
 from launcher.plan.layout import Layout
 from launcher.plan.speed import bandwidth, flops_per_rank, step_time
 from launcher.plan.stages import stage_loads
-from launcher.plan.work import ModelWork
+from launcher.plan.work import ModelWork, work_of
 from tests.plan.literature import Published, published
 
 H100 = device("h100")
@@ -128,3 +130,12 @@ def test_the_rate_counts_the_models_operations() -> None:
     layout = Layout(dp=4, accumulation=2, recompute=True)
     assert flops_per_rank(WORK, layout, 2.0) == 3 * WORK.flops * 8 / 2 / 4
     assert flops_per_rank(WORK, layout, 2.0, recomputed=True) == 4 * WORK.flops * 8 / 2 / 4
+
+
+def test_experts_work_as_much_in_fp32() -> None:
+    """The meta kernel of their product takes bf16 only."""
+    narrow, wide = (
+        work_of(load_config("default-moe"), 64, dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert wide.flops == narrow.flops and wide.itemsize == 4
+    assert narrow.traffic < wide.traffic < 2.1 * narrow.traffic
