@@ -310,7 +310,7 @@ class Training:
         mine = RankMemory(
             rank=self.run.rank,
             coordinates={name: axis.rank for name, axis in self.engine.mesh.axes.items() if axis.degree > 1},
-            peak_memory_bytes=max(self.memory.peak, peak_memory_bytes(self.engine.device)),
+            peak_memory_bytes=peak_memory_bytes(self.engine.device),
             parameter_bytes=held["parameters"],
             gradient_bytes=held["gradients"],
             optimizer_bytes=held["optimizer"] + held["master"],

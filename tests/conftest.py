@@ -28,7 +28,7 @@ settings.load_profile("launcher")
 _PARITY = os.environ.get("LAUNCHER_TEST_PARITY") == "1" and importlib.util.find_spec("deepspeed") is not None
 collect_ignore = [] if _PARITY else ["parity_deepspeed", "parity_megatron"]
 
-# Two workers take whole files, in this order: what takes long begins early, so that they end together.
+# Workers take whole files, in this order: what takes long begins early, so that they end together.
 LONG = (
     "test_killed_saves.py",
     "test_transformers.py",

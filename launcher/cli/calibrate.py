@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,9 +135,11 @@ def measured_run(directory: Path) -> MeasuredRun:
     try:
         summary, config = json.loads(text["summary.json"]), json.loads(text["config.json"])
         times = [float(json.loads(line)["step_time_s"]) for line in text["metrics.jsonl"].splitlines()]
-        tokens = summary["tokens"] / summary["steps"] / config["train_batch_size"]
+        sequence = round(summary["tokens"] / summary["steps"] / config["train_batch_size"])
         world = int(summary["world_size"])
-    except (ValueError, LookupError, TypeError, ZeroDivisionError) as error:
+        if min(world, sequence) < 1 or not all(0 < each < math.inf for each in times):
+            raise ValueError("no ranks, no tokens, or steps that took no time")
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise ConfigError(
             f"{directory} holds no run that can be read: {error}", where="RUN_DIR", fix=fix
         ) from error
@@ -149,7 +152,7 @@ def measured_run(directory: Path) -> MeasuredRun:
     if not (directory / "model" / "config.json").is_file():
         raise ConfigError(f"{directory} has no model/config.json", where="RUN_DIR", fix=fix)
     kept = sorted(times[WARMUP_STEPS:])
-    return MeasuredRun(config, str(directory / "model"), world, round(tokens), kept[len(kept) // 2])
+    return MeasuredRun(config, str(directory / "model"), world, sequence, kept[len(kept) // 2])
 
 
 def planned(run: MeasuredRun) -> tuple[Layout, ModelWork]:

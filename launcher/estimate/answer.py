@@ -54,7 +54,7 @@ class Estimate:
     between: DeviceBytes
     host: int = 0
     nvme: int = 0
-    kept: tuple[int, int, int] = (0, 0, 0)
+    kept: tuple[int, ...] = ()
 
     @property
     def peak(self) -> int:

@@ -8,7 +8,6 @@ step are replayed, and the engine's own pool, unsharder and reducer say what is 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -86,12 +85,8 @@ class Estimator:
         host = _host(paper) + _copies_of(resolved.checkpoint) * _written(paper, states)
         if replicas > 1:
             host += _exchanged(paper)
-        at_peak, (parameters, gradients, optimizer) = (
-            _held(paper, *step.at_peak),
-            map(Counter.total, paper.kept()),
-        )
-        kept = parameters, gradients, optimizer
-        return Estimate(rank, world, step.peaks, at_peak, between, host, paper.disk.most, kept)
+        at_peak, kept = _held(paper, *step.at_peak), [held.total() for held in paper.kept()]
+        return Estimate(rank, world, step.peaks, at_peak, between, host, paper.disk.most, tuple(kept))
 
     @property
     def attention(self) -> list[str]:

@@ -18,12 +18,19 @@ if TYPE_CHECKING:
     import torch
 
 
+_EARLIER: dict[str, int] = {}  # by device: the peak before it was looked for anew
+
+
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
     """Return most bytes that this process ever held on `device`.
 
     CUDA: the most that tensors took together (`torch.cuda.max_memory_allocated`). CPU: the peak resident set
     (VmHWM), the Python interpreter and its libraries included.
     """
+    return max(_peak_bytes(device), _EARLIER.get(str(device), 0))
+
+
+def _peak_bytes(device: torch.device | str) -> int:
     if str(device).startswith("cuda"):
         import torch
 
@@ -35,9 +42,10 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def restart_peak(device: torch.device | str = "cpu") -> None:
-    """Begin anew to look for the peak: `peak_memory_bytes` is that of what comes now. Where a CPU's system cannot do
-    that (it is not Linux, or forbids it), the peak stays that of the whole run."""
+def _restart_peak(device: torch.device | str) -> None:
+    """Begin anew to look for the peak. A CPU's system can do that on Linux, where it does not forbid it; elsewhere the
+    peak stays that of the whole run."""
+    _EARLIER[str(device)] = peak_memory_bytes(device)
     if str(device).startswith("cuda"):
         import torch
 
@@ -53,13 +61,11 @@ class StepMemory:
 
     Attributes:
         step_bytes: the most in that step, beyond what lay there before it; None: it was not taken yet.
-        peak: the most before it, in bytes; from there on the peak is looked for anew.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._left = device, 2
         self.step_bytes: int | None = None
-        self.peak = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -69,10 +75,10 @@ class StepMemory:
             yield
             return
         trim_malloc()
-        before, self.peak = current_memory_bytes(self._device), peak_memory_bytes(self._device)
-        restart_peak(self._device)
+        before = current_memory_bytes(self._device)
+        _restart_peak(self._device)
         yield
-        self.step_bytes = peak_memory_bytes(self._device) - before
+        self.step_bytes = _peak_bytes(self._device) - before
 
 
 def current_memory_bytes(device: torch.device | str = "cpu") -> int:
