@@ -9,8 +9,8 @@ PIP := $(BIN)/pip install --quiet --no-compile -c constraints.txt
 # Hundreds of processes import torch: with its bytecode kept that takes each of them half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One more than cores: many tests wait for programs that they have started.
-WORKERS ?= 3
+# A third one makes nothing faster: two keep two cores busy for 98 % of the time.
+WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-all test-rest mutants lint parity upstream models stages pages cluster clients docs clean
