@@ -334,7 +334,7 @@ class Training:
             ranks=ranks,
             estimate=estimate_of_run(
                 engine.module.config,
-                self.run.config,
+                engine.resolved,
                 engine.world_size,
                 self.width,
                 on_host=engine.device.type == "cpu",

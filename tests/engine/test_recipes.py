@@ -46,7 +46,11 @@ def json_of(directory: Path, stage: int) -> str:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {
             "type": "WarmupDecayLR",
-            "params": {"total_num_steps": STEPS, "warmup_num_steps": 2, "warmup_max_lr": 0.01},
+            "params": {
+                "total_num_steps": STEPS if stage == 3 else "auto",
+                "warmup_num_steps": 2,
+                "warmup_max_lr": 0.01,
+            },
         },
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
@@ -153,6 +157,8 @@ def test_the_summary_is_of_the_run(runs: Path) -> None:
         assert rank["optimizer_bytes"] == pytest.approx(2 * half, rel=0.05)
         assert rank["step_bytes"] > 2**16
     (expected,) = summary["estimate"]
+    resumed = json.loads((runs / "resumed" / "summary.json").read_text())  # its JSON has "auto"
+    assert resumed["estimate"][0]["parameter_bytes"] == pytest.approx(4 * parameters, rel=0.05)
     for part in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
         assert expected[part] == pytest.approx(summary["ranks"][0][part], rel=0.001), part
     assert 0 < expected["step_bytes"] < expected["peak_memory_bytes"]
