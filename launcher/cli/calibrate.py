@@ -129,7 +129,7 @@ def measured_run(directory: Path) -> MeasuredRun:
     """
     fix = "name the output directory of a recipe's run that has ended"
     text = {
-        name: read_small(directory / name, name, where="RUN_DIR", fix=fix, largest=1 << 30)
+        name: read_small(directory / name, "the run's file", where="RUN_DIR", fix=fix, largest=1 << 30)
         for name in ("summary.json", "config.json", "metrics.jsonl")
     }
     try:
