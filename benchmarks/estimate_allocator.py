@@ -71,9 +71,9 @@ HEAD = """# Estimates beside the memory of processes
 
 Written by `python -m benchmarks.estimate_allocator`. MiB of runs on CPUs, of the rank that is estimated worst. Peak:
 by what the process grew (RSS) beyond one that had run the same way before; it holds what the libraries of products and
-of messages keep as well: some 10 MiB, and far more for experts in bf16, whose products have another shape for each number
-of tokens (where oneDNN may cache 8 of its kernels, and not 1,024, half as much). Step: what torch's allocator gave in a
-step and did not have back at the peak, by its profiler.
+of messages keep as well: some 10 MiB, and far more for experts in bf16, whose products have another shape for each
+number of tokens (where oneDNN may cache 8 of its kernels, and not 1,024, half as much). Step: what torch's allocator
+gave in a step and did not have back at the peak, by its profiler.
 
 | architecture | way | ranks | peak | measured | off by | step | measured | off by |
 |---|---|---:|---:|---:|---:|---:|---:|---:|"""
