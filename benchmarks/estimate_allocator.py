@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import launcher
-from benchmarks.estimate_architectures import _BF16, _PP, _TP, ARCHITECTURES, _config
+from benchmarks.estimate_architectures import ARCHITECTURES, BF16, PP, TP, config_of
 from launcher.config import load
 from launcher.engine.engine import Engine
 from launcher.estimate.estimator import Estimator
@@ -86,44 +86,47 @@ def _zero(**more: Any) -> dict[str, Any]:
 _OPTIMIZER_OFF = {"zero_optimization": {"stage": 2, "offload_optimizer": _CPU}}
 _ALL_OFF = _zero(offload_optimizer=_CPU, offload_param=_CPU)
 CASES = (
-    Case("qwen3", "stage 0, fp32", 1, _config(0)),
+    Case("qwen3", "stage 0, fp32", 1, config_of(0)),
     Case(
         "qwen3",
         "stage 3, 150 k tokens in the vocabulary",
         2,
-        _config(3, **_BF16),
+        config_of(3, **BF16),
         size={"vocab_size": 151_936},
     ),
-    Case("gemma2", "stage 1, fp32", 2, _config(1)),
-    Case("gemma2", "stage 2, tp 2", 4, _config(2, tensor_parallel=_TP, **_BF16)),
-    Case("gemma3_text", "stage 3, bf16", 2, _config(3, **_BF16)),
-    Case("gemma3_text", "stage 1, pp 2", 2, _config(1, 4, pipeline=_PP, **_BF16)),
-    Case("mixtral", "stage 1, ep 2", 2, _config(1, expert_parallel={"size": 2}, **_BF16)),
-    Case("mixtral", "stage 3, fp32", 2, _config(3)),
-    Case("qwen3_moe", "stage 2, bf16", 2, _config(2, **_BF16)),
+    Case("gemma2", "stage 1, fp32", 2, config_of(1)),
+    Case("gemma2", "stage 2, tp 2", 4, config_of(2, tensor_parallel=TP, **BF16)),
+    Case("gemma3_text", "stage 3, bf16", 2, config_of(3, **BF16)),
+    Case("gemma3_text", "stage 1, pp 2", 2, config_of(1, 4, pipeline=PP, **BF16)),
+    Case("mixtral", "stage 1, ep 2", 2, config_of(1, expert_parallel={"size": 2}, **BF16)),
+    Case("mixtral", "stage 3, fp32", 2, config_of(3)),
+    Case("qwen3_moe", "stage 2, bf16", 2, config_of(2, **BF16)),
     Case(
         "qwen3_moe",
         "stage 1, ep 2, recomputed",
         2,
-        _config(1, expert_parallel={"size": 2}, activation_checkpointing={}),
+        config_of(1, expert_parallel={"size": 2}, activation_checkpointing={}),
     ),
-    Case("gpt_neox", "stage 0, pp 2, zb-h1", 2, _config(0, 4, pipeline={**_PP, "schedule": "zb-h1"})),
-    Case("gpt_neox", "stage 2, optimizer on the host", 2, _config(2, **_OPTIMIZER_OFF, **_BF16)),
+    Case("gpt_neox", "stage 0, pp 2, zb-h1", 2, config_of(0, 4, pipeline={**PP, "schedule": "zb-h1"})),
+    Case("gpt_neox", "stage 2, optimizer on the host", 2, config_of(2, **_OPTIMIZER_OFF, **BF16)),
     Case(
-        "falcon", "stage 1, tp 2, sequence", 2, _config(1, tensor_parallel={**_TP, "sequence_parallel": True})
+        "falcon",
+        "stage 1, tp 2, sequence",
+        2,
+        config_of(1, tensor_parallel={**TP, "sequence_parallel": True}),
     ),
-    Case("falcon", "stage 3, recomputed", 2, _config(3, activation_checkpointing={}, **_BF16)),
-    Case("phi3", "stage 2, cp 2", 2, _config(2, sequence_parallel_size=2, **_BF16)),
-    Case("phi3", "stage 3, all on the host", 2, _config(3, **_ALL_OFF, **_BF16)),
-    Case("opt", "stage 1, pp 2, interleaved", 2, _config(1, 4, pipeline={**_PP, "schedule": "interleaved"})),
-    Case("opt", "stage 0, bf16", 1, _config(0, **_BF16)),
-    Case("bloom", "stage 2, fp32", 2, _config(2)),
-    Case("bloom", "stage 1, tp 2", 2, _config(1, tensor_parallel=_TP, **_BF16)),
+    Case("falcon", "stage 3, recomputed", 2, config_of(3, activation_checkpointing={}, **BF16)),
+    Case("phi3", "stage 2, cp 2", 2, config_of(2, sequence_parallel_size=2, **BF16)),
+    Case("phi3", "stage 3, all on the host", 2, config_of(3, **_ALL_OFF, **BF16)),
+    Case("opt", "stage 1, pp 2, interleaved", 2, config_of(1, 4, pipeline={**PP, "schedule": "interleaved"})),
+    Case("opt", "stage 0, bf16", 1, config_of(0, **BF16)),
+    Case("bloom", "stage 2, fp32", 2, config_of(2)),
+    Case("bloom", "stage 1, tp 2", 2, config_of(1, tensor_parallel=TP, **BF16)),
     Case(
         "olmo2",
         "stage 3, 2,048 tokens, recomputed",
         1,
-        _config(3, activation_checkpointing={}, **_BF16),
+        config_of(3, activation_checkpointing={}, **BF16),
         2048,
         {"max_position_embeddings": 2048},
     ),
@@ -131,12 +134,12 @@ CASES = (
         "olmo2",
         "stage 1, 2,048 tokens, tiled loss, cp 2",
         2,
-        _config(1, sequence_parallel_size=2, tiled_loss=True, **_BF16),
+        config_of(1, sequence_parallel_size=2, tiled_loss=True, **BF16),
         2048,
         {"max_position_embeddings": 2048},
     ),
-    Case("gpt2", "stage 0, pp 2, tp 2", 4, _config(0, 4, pipeline=_PP, tensor_parallel=_TP)),
-    Case("gpt2", "stage 2, 50 k tokens in the vocabulary", 2, _config(2, **_BF16)),
+    Case("gpt2", "stage 0, pp 2, tp 2", 4, config_of(0, 4, pipeline=PP, tensor_parallel=TP)),
+    Case("gpt2", "stage 2, 50 k tokens in the vocabulary", 2, config_of(2, **BF16)),
 )
 
 

@@ -40,11 +40,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo2": _GATED,
     "gpt2": {"n_embd": 512, "n_layer": 4, "n_head": 8, "vocab_size": 50_257, "n_positions": 512},
 }
-_BF16 = {"bf16": {"enabled": True}}
-_TP, _PP = {"autotp_size": 2}, {"stages": 2}
+BF16 = {"bf16": {"enabled": True}}
+TP, PP = {"autotp_size": 2}, {"stages": 2}
 
 
-def _config(stage: int, accumulation: int = 2, **more: Any) -> dict[str, Any]:
+def config_of(stage: int, accumulation: int = 2, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -55,25 +55,25 @@ def _config(stage: int, accumulation: int = 2, **more: Any) -> dict[str, Any]:
 
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
-    "stage 0, bf16": (1, _config(0, **_BF16)),
-    "stage 1, fp32": (2, _config(1)),
-    "stage 3, bf16": (4, _config(3, **_BF16)),
+    "stage 0, bf16": (1, config_of(0, **BF16)),
+    "stage 1, fp32": (2, config_of(1)),
+    "stage 3, bf16": (4, config_of(3, **BF16)),
     "stage 3, recomputed, tiled loss": (
         2,
-        _config(3, activation_checkpointing={}, tiled_loss=True, **_BF16),
+        config_of(3, activation_checkpointing={}, tiled_loss=True, **BF16),
     ),
-    "stage 2, tp 2, sequence": (4, _config(2, tensor_parallel={**_TP, "sequence_parallel": True}, **_BF16)),
-    "stage 1, pp 2": (4, _config(1, 4, pipeline=_PP, **_BF16)),
+    "stage 2, tp 2, sequence": (4, config_of(2, tensor_parallel={**TP, "sequence_parallel": True}, **BF16)),
+    "stage 1, pp 2": (4, config_of(1, 4, pipeline=PP, **BF16)),
     "stage 0, pp 2, tp 2, zb-h1": (
         4,
-        _config(0, 4, pipeline={**_PP, "schedule": "zb-h1"}, tensor_parallel=_TP, **_BF16),
+        config_of(0, 4, pipeline={**PP, "schedule": "zb-h1"}, tensor_parallel=TP, **BF16),
     ),
     "stage 1, pp 2, interleaved, recomputed": (
         2,
-        _config(1, 4, pipeline={**_PP, "schedule": "interleaved"}, activation_checkpointing={}, **_BF16),
+        config_of(1, 4, pipeline={**PP, "schedule": "interleaved"}, activation_checkpointing={}, **BF16),
     ),
-    "stage 2, cp 2": (2, _config(2, sequence_parallel_size=2, **_BF16)),
-    "stage 1, ep 2": (2, _config(1, expert_parallel={"size": 2}, **_BF16)),
+    "stage 2, cp 2": (2, config_of(2, sequence_parallel_size=2, **BF16)),
+    "stage 1, ep 2": (2, config_of(1, expert_parallel={"size": 2}, **BF16)),
 }
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launcher.cli.calibrate import MeasuredRun, calibrated, measured_run, planned
+from launcher.cli.calibrate import calibrated, measured_run
 from launcher.monitor.devices import device_of, row_of
-from launcher.plan.speed import step_time
 
 RESULTS = Path(__file__).with_name("results") / "predicted_steps.md"
 RANKS, STEPS = 2, 16
@@ -67,12 +66,6 @@ def measured(mode: str, directory: Path) -> Path:
     return run
 
 
-def predicted(run: MeasuredRun, row: dict[str, Any]) -> float:
-    """Return the seconds of a step by the row of a device."""
-    layout, work = planned(run)
-    return step_time(work, layout, device_of(row), RANKS, exact=True).total
-
-
 def main(texts: list[str]) -> None:
     lines = [
         "# Predicted steps beside real ones",
@@ -96,7 +89,7 @@ def main(texts: list[str]) -> None:
             run = measured_run(measured(mode, Path(directory)))
             if len(rows) == 1:
                 rows.append(calibrated(rows[0], run, RANKS))
-            plain, better = (predicted(run, row) for row in rows)
+            plain, better = (run.predicted(device_of(row), RANKS) for row in rows)
             offs.append((plain / run.seconds - 1, better / run.seconds - 1))
             cells = [f"{plain:.3f}", f"{offs[-1][0]:+.0%}", f"{better:.3f}", f"{offs[-1][1]:+.0%}"]
             lines.append(f"| {mode} | {run.seconds:.3f} | {' | '.join(cells)} |")

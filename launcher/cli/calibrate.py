@@ -7,14 +7,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.flags import FlagParser, positive
+from launcher.cli.flags import FlagParser, add_gpus_per_node
 from launcher.cli.output import must_be_new, write
 from launcher.errors import ConfigError
 from launcher.files import read_small
+from launcher.monitor.summary import WARMUP_STEPS
 
 if TYPE_CHECKING:
+    from launcher.monitor.devices import Device
     from launcher.plan.layout import Layout
     from launcher.plan.work import ModelWork
 
@@ -27,7 +30,6 @@ examples:
   launch calibrate runs/run --gpu h100 --out h100-here.json
   launch plan --model ./my-model --num-gpus 64 --gpu h100-here.json
 """
-WARMUP_STEPS = 5
 LEAST, MOST = 1e-6, 1e3  # of the shares that the row has
 
 
@@ -37,12 +39,7 @@ def calibrate_parser() -> FlagParser:
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", help="the output directory of a recipe's run that has ended")
     add("--gpu", required=True, metavar="TYPE", help="GPU type, or the file of a row to begin with")
-    add(
-        "--gpus-per-node",
-        type=positive,
-        metavar="N",
-        help="GPUs in a node (default: the usual number for this GPU)",
-    )
+    add_gpus_per_node(parser)
     add("--out", metavar="FILE.json", help="write the row to this file, which must not exist yet")
     return parser
 
@@ -52,17 +49,19 @@ class MeasuredRun:
     """What a run was, and how long its steps took.
 
     Args:
-        config: as the engine resolved it.
-        model: the directory of its weights.
-        sequence: tokens of a sequence.
-        seconds: of a step, the median without the first five.
+        work: of its model.
+        seconds: of a step, the median without the first ones.
     """
 
-    config: dict[str, Any]
-    model: str
-    world: int
-    sequence: int
+    layout: Layout
+    work: ModelWork
     seconds: float
+
+    def predicted(self, kind: Device, per_node: int) -> float:
+        """Return the seconds of a step as the planner predicts them; `per_node`: ranks of a node."""
+        from launcher.plan.speed import step_time
+
+        return step_time(self.work, self.layout, kind, per_node, exact=True).total
 
 
 def calibrate(argv: Sequence[str]) -> int:
@@ -72,14 +71,13 @@ def calibrate(argv: Sequence[str]) -> int:
         must_be_new(flags.out, "--out")
     run = measured_run(Path(flags.run_dir))
     from launcher.monitor.devices import device_of, row_of
-    from launcher.plan.speed import step_time
 
     given = row_of(flags.gpu)
-    base, (layout, work) = device_of(given), planned(run)
+    base, layout = device_of(given), run.layout
     per_node = min(flags.gpus_per_node or base.per_node, layout.world)
     row = calibrated(given, run, per_node)
-    print(f"{flags.run_dir}: {layout.in_words()}, sequences of {run.sequence:,} tokens")
-    before = step_time(work, layout, base, per_node, exact=True).total
+    print(f"{flags.run_dir}: {layout.in_words()}, sequences of {run.work.sequence:,} tokens")
+    before = run.predicted(base, per_node)
     print(f"a step took {run.seconds:.4g} s; predicted for {base.title}: {before:.4g} s")
     reached = f"{row['matmul']:.3g} of its peak in products ({base.matmul_share:.3g} before)"
     print(f"with this row it is right: training reaches {reached}, and {row['traffic']:.3g} of its memory's")
@@ -103,21 +101,19 @@ def calibrated(row: dict[str, Any], run: MeasuredRun, per_node: int) -> dict[str
         ConfigError: no share of the peaks is large enough.
     """
     from launcher.monitor.devices import device_of
-    from launcher.plan.speed import step_time
 
-    base, (layout, work) = device_of(row), planned(run)
+    base = device_of(row)
 
     def seconds_with(factor: float) -> float:
         matmul, traffic = base.matmul_share * factor, base.traffic_share * factor
-        scaled = replace(base, matmul_share=matmul, traffic_share=traffic)
-        return step_time(work, layout, scaled, per_node, exact=True).total
+        return run.predicted(replace(base, matmul_share=matmul, traffic_share=traffic), per_node)
 
     factor = _solved(seconds_with, run.seconds)
     return {
         **row,
         "matmul": float(f"{base.matmul_share * factor:.4g}"),
         "traffic": float(f"{base.traffic_share * factor:.4g}"),
-        "calibrated_on": f"{layout.in_words()}: {run.seconds:.4g} s a step",
+        "calibrated_on": f"{run.layout.in_words()}: {run.seconds:.4g} s a step",
     }
 
 
@@ -151,20 +147,15 @@ def measured_run(directory: Path) -> MeasuredRun:
         )
     if not (directory / "model" / "config.json").is_file():
         raise ConfigError(f"{directory} has no model/config.json", where="RUN_DIR", fix=fix)
-    kept = sorted(times[WARMUP_STEPS:])
-    return MeasuredRun(config, str(directory / "model"), world, sequence, kept[len(kept) // 2])
-
-
-def planned(run: MeasuredRun) -> tuple[Layout, ModelWork]:
-    """Return the run's layout, and the work of its model."""
     from launcher.config import load
     from launcher.engine.dtypes import DTYPES
     from launcher.models.build import load_config
     from launcher.plan.layout import layout_of
     from launcher.plan.work import work_of
 
-    config = load(run.config)
-    return layout_of(config, run.world), work_of(load_config(run.model), run.sequence, DTYPES[config.dtype])
+    resolved = load(config)
+    work = work_of(load_config(str(directory / "model")), sequence, DTYPES[resolved.dtype])
+    return MeasuredRun(layout_of(resolved, world), work, median(times[WARMUP_STEPS:]))
 
 
 def _solved(seconds_with: Callable[[float], float], seconds: float) -> float:

@@ -151,6 +151,16 @@ def add_expert_load(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_gpus_per_node(parser: FlagParser) -> None:
+    """Add the flag that `launch plan` and `launch calibrate` share."""
+    parser.add_argument(
+        "--gpus-per-node",
+        type=positive,
+        metavar="N",
+        help="GPUs in a node (default: the usual number for this GPU)",
+    )
+
+
 def add_reserve(parser: argparse.ArgumentParser) -> None:
     """Add --reserve."""
     from launcher.monitor.device_budget import RESERVE

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.cli.flags import (
     FlagParser,
     add_expert_load,
+    add_gpus_per_node,
     add_model_and_ranks,
     add_reserve,
     positive,
@@ -56,12 +57,7 @@ def plan_parser() -> FlagParser:
     add = parser.add_argument
     add_model_and_ranks(parser, ranks_needed=True)
     add("--gpu", required=True, metavar="TYPE", help="GPU type: h100, a100, a100-40, l40s, ...")
-    add(
-        "--gpus-per-node",
-        type=positive,
-        metavar="N",
-        help="GPUs in a node (default: the usual number for this GPU)",
-    )
+    add_gpus_per_node(parser)
     add(
         "--memory",
         type=size,

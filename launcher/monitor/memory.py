@@ -7,7 +7,6 @@ import ctypes
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +66,7 @@ class StepMemory:
         self._device, self._left = device, 2
         self.step_bytes: int | None = None
 
-    @contextmanager
+    @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Take a step inside."""
         self._left -= 1

@@ -21,14 +21,13 @@ from launcher.monitor.progress import duration, short_number
 AXES = ("pp", "dp", "cp", "tp", "ep")
 WARMUP_STEPS = 5
 PEAK, STEP = "peak_memory_bytes", "step_bytes"
-MEMORY = {
-    PEAK: "peak memory",
+PARTS = {
     "parameter_bytes": "parameters",
     "gradient_bytes": "gradients",
     "optimizer_bytes": "optimizer state",
     STEP: "what a step adds",
 }
-"""The parts of a rank's memory, in the words of the table. On CPUs the peak has Python and its libraries, too."""
+"""The parts of a rank's memory that are estimated as they are measured, in the words of the table."""
 _PACKAGES = ("launcher", "torch", "transformers", "datasets", "numpy")
 
 
@@ -193,20 +192,20 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _memory_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows, estimate = [], summary.get("estimate", "")
     on_cpu = str(summary.get("device", "")).startswith("cpu")
-    for key, label in MEMORY.items():
-        measured = most_bytes(summary["ranks"], key)
+    for key, label in {PEAK: "peak memory", **PARTS}.items():
+        measured = _most_bytes(summary["ranks"], key)
         if measured is None:
             continue
         text = f"{measured / 2**20:.1f} MiB"
-        expected = None if isinstance(estimate, str) else most_bytes(estimate, key)
-        if expected is not None and not (on_cpu and key == PEAK):
+        expected = None if isinstance(estimate, str) else _most_bytes(estimate, key)
+        if expected is not None and not (on_cpu and key == PEAK):  # which has Python and its libraries, too
             resident = " resident" * (on_cpu and key == STEP)  # with the gaps that malloc keeps
             text += f"{resident} (estimated {expected / 2**20:.1f})"
         rows.append((f"{label} (max over ranks)", text))
     return rows
 
 
-def most_bytes(ranks: Sequence[Mapping[str, Any]], key: str) -> int | None:
+def _most_bytes(ranks: Sequence[Mapping[str, Any]], key: str) -> int | None:
     """Return the most that a rank has of it; None where nobody measured it."""
     return max((rank[key] for rank in ranks if rank.get(key) is not None), default=None)
 

@@ -16,6 +16,7 @@ from launcher.errors import LauncherError, printable
 from launcher.files import read_small, replace_text
 from launcher.monitor.metrics import METRICS, is_number
 from launcher.monitor.progress import duration, short_number
+from launcher.monitor.summary import PARTS
 from launcher.pipeline.timeline.picture import NAMESPACE, svg
 from launcher.pipeline.timeline.simulate import Timeline
 from launcher.sizes import in_words
@@ -198,29 +199,15 @@ def _ranks(view: RunView) -> str:
     return '<div class="wide"><table>' + "".join(rows) + "</table></div>"
 
 
-MEMORY = {
-    "parameter_bytes": "parameters",
-    "gradient_bytes": "gradients",
-    "optimizer_bytes": "optimizer state",
-    "step_bytes": "what a step adds",
-}
-
-
 def _memory(path: Path) -> str:
     """Return a table of what was estimated for the first rank of each pipeline stage, and what it measured."""
     try:
         summary = json.loads(read_small(path, "the summary", where=str(path), fix=""))
         measured = {rank["rank"]: rank for rank in summary["ranks"]}
         rows = "".join(_memory_row(measured[each["rank"]], each) for each in summary["estimate"])
-    except (
-        LauncherError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ):  # no recipe's, or not written yet
-        return ""
-    names = "".join(f'<th class="n">{name}</th>' for name in MEMORY.values())
+    except (LauncherError, ValueError, LookupError, TypeError, AttributeError):
+        return ""  # it is no recipe's run, or has not written one
+    names = "".join(f'<th class="n">{name}</th>' for name in PARTS.values())
     where = " (resident, with gaps that malloc keeps)" if str(summary.get("device")).startswith("cpu") else ""
     return (
         f'<h2>Memory, measured{where} / estimated</h2><div class="wide"><table>'
@@ -230,7 +217,7 @@ def _memory(path: Path) -> str:
 
 def _memory_row(measured: Mapping[str, Any], estimated: Mapping[str, Any]) -> str:
     cells = [str(int(estimated["rank"]))]
-    for key in MEMORY:
+    for key in PARTS:
         told = [None if each.get(key) is None else in_words(int(each[key])) for each in (measured, estimated)]
         cells.append(" / ".join(each or "?" for each in told))
     return "<tr>" + "".join(f'<td class="n">{_text(cell)}</td>' for cell in cells) + "</tr>"

@@ -124,9 +124,14 @@ def test_the_table_says_how_it_went_and_where_it_lies(tmp_path: Path) -> None:
         assert part in text
 
 
-def estimated(**changes: int) -> EstimatedMemory:
-    parts = {"parameter_bytes": 4000, "gradient_bytes": 2000, "optimizer_bytes": 8000, "step_bytes": 3 << 20}
-    return EstimatedMemory(rank=0, peak_memory_bytes=5 << 20, **{**parts, **changes})
+ESTIMATED = EstimatedMemory(
+    rank=0,
+    peak_memory_bytes=5 << 20,
+    parameter_bytes=4000,
+    gradient_bytes=2000,
+    optimizer_bytes=8000,
+    step_bytes=3 << 20,
+)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_the_estimate_stands_beside_what_was_measured(
     tmp_path: Path, device: str, word: str, peak: str
 ) -> None:
     ranks = [replace(memory(0), step_bytes=4 << 20), memory(1)]
-    summary = write(tmp_path / "s.json", ranks=ranks, estimate=[estimated()], device=device)
+    summary = write(tmp_path / "s.json", ranks=ranks, estimate=[ESTIMATED], device=device)
     assert summary["estimate"][0] == json.loads((tmp_path / "s.json").read_text())["estimate"][0]
     rows = dict(_rows(summary))
     assert rows["optimizer state (max over ranks)"] == "0.0 MiB (estimated 0.0)"
