@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.pool import WorkerPool
+from tests.pool.worker import DEVICE_VARIABLE
 from tests.thinning import deselect, pytest_addoption  # noqa: F401  (pytest calls the second)
 
 # Ranks inherit these: several ranks share few cores, and nothing may wait for a download.
@@ -36,6 +37,17 @@ LONG = (
     "test_dry_run.py",
     "test_recipe.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is imported: which device it finds, and that others stay away from GPUs."""
+    device = config.getoption("--device")
+    os.environ[DEVICE_VARIABLE] = device
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # else a process that asks for GPUs cannot fork ranks that use them
+    )
 
 
 @pytest.hookimpl(trylast=True)

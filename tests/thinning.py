@@ -23,6 +23,9 @@ Axes = dict[str, Hashable]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run what `make test` leaves out, too")
+    parser.addoption(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where ranks train; default: cpu"
+    )
     parser.addoption("--rest", action="store_true", help="run only what `make test` leaves out")
 
 

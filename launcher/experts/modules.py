@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from launcher.models.units import MADE_BY_TRANSFORMERS, SPREAD
+from launcher.models.units import SPREAD, holds_experts
 
 
 def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules that hold the experts of a layer, with their names."""
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, MADE_BY_TRANSFORMERS)]
+    return [(name, module) for name, module in model.named_modules() if holds_experts(module)]
 
 
 def number_of(module: nn.Module) -> int:

@@ -41,7 +41,7 @@ class StackedExperts(nn.Module):
     def __init__(self, expert: nn.Module, count: int, spread_over: int = 1) -> None:
         super().__init__()
         self.num_experts = count
-        self._is_expert_parallel = False  # of transformers: such a module has the experts of a layer
+        self.is_transposed = self.has_bias = False  # as the experts of transformers: `holds_experts`
         setattr(self, SPREAD_OVER, spread_over)
         self._names: dict[str, str] = {}  # of the expert's tensors, tied ones under all their names -> here
         self._stack(expert, count)

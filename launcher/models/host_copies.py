@@ -49,6 +49,22 @@ class SideStreamCopies:
         torch.cuda.current_stream(self._device).wait_event(ticket)
 
 
+def send_to_host(into: Tensor, source: Tensor) -> torch.cuda.Event | None:
+    """Copy into host memory, and wait for nothing; `into` must not be read before the event has been waited for. What
+    the device does next with `source` comes after the copy.
+
+    Returns:
+        None where the copy is done.
+    """
+    into.copy_(source, non_blocking=True)
+    return recorded(source.device)
+
+
+def recorded(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that comes when the device has done all that it was given; None where it does so at once."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
 def lanes(device: torch.device) -> tuple[CopyLane, CopyLane]:
     """Return the lanes to the host, and back from it; a link has both directions at once."""
     if device.type == "cuda":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.models.stacked_names import apart, names_apart
-from launcher.models.units import MADE_BY_TRANSFORMERS
+from launcher.models.units import holds_experts
 
 
 class HubLayout:
@@ -74,5 +74,5 @@ def _is_stored_otherwise(model: nn.Module) -> bool:
         return False
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    has_experts = any(hasattr(module, MADE_BY_TRANSFORMERS) for module in model.modules())
+    has_experts = any(holds_experts(module) for module in model.modules())
     return has_experts and bool(get_model_conversion_mapping(model, add_legacy=False))

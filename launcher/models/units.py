@@ -7,14 +7,19 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-MADE_BY_TRANSFORMERS = "_is_expert_parallel"
-"""An attribute that `use_experts_implementation` of transformers gives to the experts of every model."""
+EXPERTS = frozenset({"is_transposed", "has_bias"})
+"""Attributes that `use_experts_implementation` of transformers gives to the experts of every model, since 5.0."""
 
 SPREAD = "_launcher_all_experts"
 """On a module of experts, of which a rank has some: how many all ranks have (`experts/`)."""
 
 SPREAD_OVER = "_launcher_spread_over"
 """On a module of experts that a script has built: how many ranks are to share them."""
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Return whether a module has the experts of a layer, as transformers calls them."""
+    return module.__dict__.keys() >= EXPERTS
 
 
 def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

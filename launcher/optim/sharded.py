@@ -25,11 +25,13 @@ from launcher.errors import MisplacedCallError
 from launcher.offload.offloaded import OffloadedSlice
 from launcher.optim import one_pass
 from launcher.optim.states import FlatState
+from launcher.optim.upload import Upload, send
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.features.user_gradients import engine_optimizers
 from launcher.zero.flat import tiles
 from launcher.zero.gradients import FlatGradient
+from launcher.zero.slot import ParamSlot
 
 logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -107,6 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
         self.compiles = False  # the step on the CPU may go through torch.compile
         self.early: set[FlatGradient] = set()  # stepped before the step (`in_backward.py`)
+        self._upload = Upload(zero.placements.buffers.idle)
         for state in self.states.values():
             state.hide()
 
@@ -246,19 +249,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step_in_one_pass(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule) -> bool:
         flat, params = gradient.flat, gradient.flat.params_beside_master
+        if params is None or params.device == flat.master.device:
+            self._step_slices(gradient, scale, rule, params)
+        else:
+            with self._upload.to(params) as values:
+                stepped = self._step_slices(gradient, scale, rule, values)
+                send((stepped[slot], theirs) for slot, theirs in flat.owned_views(params) if slot in stepped)
+        return params is not None
+
+    def _step_slices(
+        self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule, params: Tensor | None
+    ) -> dict[ParamSlot, Tensor]:
+        """Step the slices of a buffer that got a gradient; return where in `params` their new values are."""
+        flat = gradient.flat
         into = {} if params is None else dict(flat.owned_views(params))
         by_group: dict[int, list[one_pass.FusedSlice]] = {}
+        stepped: dict[ParamSlot, Tensor] = {}
         for slot, part in flat.owned_views(gradient.owned.to(flat.master.device)):
             if slot.used and slot.name in self._group_of:
                 tensor = self.tensors[slot.name]
                 zeros = partial(self.states[gradient].zeros, slot.name)
+                stepped |= {slot: into[slot]} if slot in into else {}
                 item = one_pass.FusedSlice(tensor.data, part, self.inner.state[tensor], into.get(slot), zeros)
                 by_group.setdefault(self._group_of[slot.name], []).append(item)
         for index, items in by_group.items():
             dtype = self._widened(flat.master_dtype)
             group = self.param_groups[index]
             one_pass.step(rule, group, items, scale=scale, dtype=dtype, compiles=self.compiles)
-        return params is not None
+        return stepped
 
     def _step_by_tiles(self, gradient: FlatGradient, scale: float) -> None:
         flat, owned, master = gradient.flat, gradient.owned, gradient.flat.master

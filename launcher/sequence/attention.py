@@ -141,5 +141,5 @@ def _before(config: Any) -> str:
 
 def _attention_before(module: nn.Module, name: str) -> Callable[..., Any]:
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    found: Callable[..., Any] = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     return found

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from launcher.comm import Pending, all_reduce, reduce_scatter
 from launcher.models.gradients import put_gradient, seen_gradient
+from launcher.models.host_copies import send_to_host
 from launcher.offload.offloaded import OffloadedTensor
 from launcher.offload.placement import Placement
 from launcher.offload.tier import memory
@@ -68,6 +69,7 @@ class FlatGradient:
         self._landing: Tensor | None = None  # of a reduction on the device, where the shard is in host memory
         self._squares: Tensor | None = None  # of the shard that is offloaded now
         self._touched = False  # the shard was asked for since it was offloaded
+        self._arrival: torch.cuda.Event | None = None  # of what is on its way from the device into the shard
         self.shown: set[ParamSlot] = set()
 
     @property
@@ -76,6 +78,7 @@ class FlatGradient:
         if not self.sharded:
             return self.full_buffer()[self.flat.owned]
         self._squares, self._touched = None, True
+        self._wait_for_arrival()
         if not self.is_offloaded:
             return self._resident
         shard = self._shard_buffer()
@@ -106,6 +109,12 @@ class FlatGradient:
         full = 0 if self._full is None else self._full.numel() * self._full.element_size()
         return full + (0 if self._shard is None else self._shard.held_bytes)
 
+    def _wait_for_arrival(self) -> None:
+        """The backward goes on while a gradient goes to the host; who looks at it there waits."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
+
     @cached_property
     def _resident(self) -> Tensor:
         return self._shard_buffer().load()
@@ -123,7 +132,7 @@ class FlatGradient:
             self._shard_buffer().fetch()
 
     def squares(self) -> Tensor:
-        """Return the sum of squares of this rank's share, fp64 scalar on the CPU; known without reading what is away.
+        """Return the sum of squares of this rank's share, fp64 scalar; known without reading what is away.
         What h tp ranks hold counts 1/h, and of the pipeline stages that hold a parameter the first one counts it."""
         return self._sum_squares() if self._squares is None else self._squares
 
@@ -145,6 +154,7 @@ class FlatGradient:
         """
         if not (self.is_offloaded and self._touched):
             return
+        self._wait_for_arrival()
         squares = self._sum_squares() if changed and final and self.policy.compute_norm else None
         shard = self._shard_buffer()
         shard.write_back() if changed and self.kept else shard.discard()
@@ -152,6 +162,7 @@ class FlatGradient:
 
     def spend(self, squares: Tensor | None) -> None:
         """Forget the values, which the optimizer has used, and keep the sum of their squares."""
+        self._wait_for_arrival()
         self._shard_buffer().discard()
         self.state = GradientState.SPENT if self.reduced else GradientState.EMPTY
         self._touched, self._squares = False, squares
@@ -292,7 +303,12 @@ class FlatGradient:
         mine = self._landing if self._scatters else wire[self.flat.owned]
         if mine is not None:
             owned = self.owned
-            owned.add_(mine.to(owned.device)) if self.sharded and self.kept else owned.copy_(mine)
+            if self.sharded and self.kept:
+                owned.add_(mine.to(owned.device))
+            elif self._lands:
+                self._arrival = send_to_host(owned, mine)
+            else:
+                owned.copy_(mine)
         if self._landing is not None:
             self.flat.pool.give(self._landing)
             self._landing = None
@@ -302,6 +318,7 @@ class FlatGradient:
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
         self.state, self.discarded = GradientState.EMPTY, False
+        self._wait_for_arrival()
         if self.is_offloaded:
             self._shard_buffer().discard()
             self._squares, self._touched = None, False

@@ -13,8 +13,9 @@ from launcher.engine.fragments import safe_get_full_fp32_param
 from launcher.errors import LauncherError
 from launcher.optim import one_pass
 from launcher.zero import GatheredParameters
-from tests.engine.driving import CPU, config_of
+from tests.engine.driving import config_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
@@ -24,7 +25,7 @@ def engine_of(stage: int, optimizer: Any = None, model: nn.Module | None = None,
     """Of two layers, each with a weight of ones."""
     made = model or ones()
     config = config_of(stage, train_batch_size=2, optimizer=SGD, **sections)
-    return launcher.initialize(model=made, config=config, optimizer=optimizer, device=CPU)
+    return launcher.initialize(model=made, config=config, optimizer=optimizer, device=DEVICE)
 
 
 def ones() -> nn.Sequential:

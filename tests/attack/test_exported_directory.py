@@ -18,9 +18,9 @@ from launcher.models.build import load_config
 from launcher.run import Run
 from launcher.train import Training
 from tests.data.test_sft import TEMPLATE
-from tests.engine.driving import CPU
 from tests.pipeline.running import config_of, engine_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, tiny_gpt2, tiny_llama
 
 KINDS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
@@ -56,7 +56,7 @@ def finetuned(ctx: RankContext, directory: str, stages: int, edit: str = "") -> 
         tokenizer.chat_template = "{{ messages }}"
     engine = engine_of(config_of(1, 1, {"stages": stages}), made.model, source=made.source)
     args = training_parser("pretrain", "").parse_args(["--seed", "0"])
-    run = Run(args, engine.resolved, Path(directory), CPU, Console(file=open(os.devnull, "w")), ctx.rank)  # noqa: SIM115
+    run = Run(args, engine.resolved, Path(directory), DEVICE, Console(file=open(os.devnull, "w")), ctx.rank)  # noqa: SIM115
     run.describe(engine, "tiny", "rows")
     Training(run, engine, batch(0, 8), None, 1, "tiny", tokenizer).fit()
     engine.destroy()

@@ -12,8 +12,9 @@ import torch
 import launcher
 from launcher.errors import CheckpointError
 from tests.checkpoint.forging import agree, of_first_format
-from tests.engine.driving import CPU, config_of, whole_state
+from tests.engine.driving import config_of, whole_state
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, share, tiny_llama
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def engine_of(stage: int = 3, **settings: Any) -> Any:
     model = tiny_llama(layers=2, **settings)
-    return launcher.initialize(model=model, config=config_of(stage), device=CPU)[0]
+    return launcher.initialize(model=model, config=config_of(stage), device=DEVICE)[0]
 
 
 def step(engine: Any, ctx: RankContext, number: int) -> None:

@@ -25,9 +25,9 @@ from launcher.engine.documents import for_attention
 from launcher.errors import ConfigError
 from launcher.run import Run
 from launcher.train import Training, collate
-from tests.engine.driving import CPU
 from tests.pipeline.running import config_of, engine_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import tiny_gpt2, tiny_llama
 from tests.tensor.zoo import CAUSAL_TYPES, tiny_model
 
@@ -113,7 +113,7 @@ def training_of(ctx: RankContext, directory: str, model: PreTrainedModel, **sect
     pipeline = sections.pop("pipeline", {"stages": 1})
     engine = engine_of(config_of(sections.pop("stage", 1), 2, pipeline, **sections), model)
     console = Console(file=open(os.devnull, "w"), quiet=True)  # noqa: SIM115
-    run = Run(args, engine.resolved, Path(directory), CPU, console, ctx.rank)
+    run = Run(args, engine.resolved, Path(directory), DEVICE, console, ctx.rank)
     return Training(run, engine, Packed(), Packed(), 1, "tiny")
 
 

@@ -21,8 +21,8 @@ from launcher.data.identity import Identity
 from launcher.data.tokenizer import byte_tokenizer
 from launcher.run import Run
 from launcher.train import Training
-from tests.engine.driving import CPU
 from tests.pool import RankContext, RanksFailed, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, tiny_llama
 
 STEPS, SAVED = 4, 2
@@ -56,7 +56,7 @@ def train(
         run = Run.start(args)
     run.console = Console(quiet=True)
     run.say = said.append  # type: ignore[method-assign]
-    engine = launcher.initialize(model=tiny_llama(layers=1), config=run.config, device=CPU)[0]
+    engine = launcher.initialize(model=tiny_llama(layers=1), config=run.config, device=DEVICE)[0]
     training = Training(run, engine, Rows(), None, steps, "tiny", tokenizer)
     losses: list[float] = []
     step = training._step
@@ -214,7 +214,7 @@ def rates(ctx: RankContext, directory: Path, scheduler: dict[str, Any] | None, l
     engine = launcher.initialize(
         model=tiny_llama(layers=1),
         config=config | ({"scheduler": scheduler} if scheduler else {}),
-        device=CPU,
+        device=DEVICE,
     )[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("launcher"), "warning", lambda text, *more: said.append(text % more))
@@ -259,7 +259,7 @@ def options(ctx: RankContext, directory: Path, save: bool) -> list[str]:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     engine = launcher.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, device=CPU
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, device=DEVICE
     )[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("launcher"), "warning", lambda text, *more: said.append(text % more))

@@ -15,9 +15,9 @@ from launcher.engine.same_inputs import FIRST, TAG, digest
 from launcher.errors import LauncherError
 from tests.pipeline.running import config_of, engine_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, tiny_llama
 
-CPU = torch.device("cpu")
 TP = {"tensor_parallel": {"autotp_size": 2}}
 
 
@@ -134,7 +134,7 @@ def test_it_costs_a_collective_in_the_first_steps_and_none_without_tp(pool: Work
 
 def test_a_digest_tells_places_shapes_and_values() -> None:
     def of(*tensors: Tensor) -> int:
-        return int(digest({str(i): tensor for i, tensor in enumerate(tensors)}, CPU))
+        return int(digest({str(i): tensor for i, tensor in enumerate(tensors)}, DEVICE))
 
     ids = torch.arange(24)
     found = {

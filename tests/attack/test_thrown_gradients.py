@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.errors import LauncherError
-from tests.engine.driving import CPU, ROWS, config_of, microbatches, whole_weights
+from tests.engine.driving import ROWS, config_of, microbatches, whole_weights
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.zero.models import points, stack
 
 LR = 0.5
@@ -81,7 +82,7 @@ def engine_and_optimizer(setting: dict[str, Any]) -> tuple[Any, torch.optim.Opti
     mine = torch.optim.SGD(model.parameters(), lr=LR)
     config = config_of(**setting, zero_allow_untested_optimizer=True) | {"optimizer": None}
     config = {key: value for key, value in config.items() if value is not None}
-    return launcher.initialize(model=model, config=config, device=CPU, optimizer=mine)[0], mine
+    return launcher.initialize(model=model, config=config, device=DEVICE, optimizer=mine)[0], mine
 
 
 def weights_after(ctx: RankContext, setting: dict[str, Any]) -> dict[str, dict[str, Tensor]]:

@@ -21,9 +21,9 @@ from launcher.data.tokenizer import load_tokenizer
 from launcher.errors import ConfigError
 from launcher.run import Run
 from launcher.train import Training
-from tests.engine.driving import CPU
 from tests.pipeline.running import config_of, engine_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import tiny_llama
 
 LARGEST = 70_000  # of five tokens
@@ -82,7 +82,7 @@ def told(ctx: RankContext, directory: str, kind: str) -> str:
     )
     engine = engine_of(config_of(1, 1, {"stages": 1}), tiny_llama())
     console = Console(file=open(os.devnull, "w"), quiet=True)  # noqa: SIM115
-    run = Run(args, engine.resolved, Path(directory), CPU, console, ctx.rank)
+    run = Run(args, engine.resolved, Path(directory), DEVICE, console, ctx.rank)
     try:
         training = Training(run, engine, data, None, 1, "tiny")
         training._step(next(training.loader.steps()))

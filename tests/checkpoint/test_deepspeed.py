@@ -27,8 +27,9 @@ from launcher.comm.plain import decode
 from launcher.errors import CheckpointError
 from tests.checkpoint import deepspeed_files
 from tests.checkpoint.deepspeed_files import STATES, STEPS, theirs, values_of, write
-from tests.engine.driving import CPU, config_of, whole_state
+from tests.engine.driving import config_of, whole_state
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, share, tiny_llama
 
 FROZEN = "model.embed_tokens.weight"
@@ -107,7 +108,7 @@ def load(
     ctx: RankContext, directory: Path, kind: str, stage: int
 ) -> tuple[dict[str, Tensor], list[Any], float]:
     """Load, look, and take one more step."""
-    engine = launcher.initialize(model=model_of(kind), config=config_of(stage), device=CPU)[0]
+    engine = launcher.initialize(model=model_of(kind), config=config_of(stage), device=DEVICE)[0]
     path, client = engine.load_checkpoint(directory)
     state = whole_state(engine)
     said = [Path(path or "").name, client, engine.global_steps, engine.get_lr()]

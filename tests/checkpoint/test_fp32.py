@@ -11,10 +11,11 @@ from torch import Tensor
 
 import launcher
 from launcher.checkpoint import fp32
-from tests.engine.driving import CPU, config_of, whole_state
+from tests.engine.driving import config_of, whole_state
 from tests.pipeline.running import config_of as stages_config_of
 from tests.pipeline.running import engine_of as stages_engine_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, share, tiny_llama
 
 FROZEN = "model.embed_tokens.weight"
@@ -25,7 +26,7 @@ def save(ctx: RankContext, directory: Path, stage: int) -> dict[str, Tensor]:
     model = tiny_llama(layers=2)
     model.get_parameter(FROZEN).requires_grad_(False)
     config = config_of(stage, bf16={"enabled": True})
-    engine = launcher.initialize(model=model, config=config, device=CPU)[0]
+    engine = launcher.initialize(model=model, config=config, device=DEVICE)[0]
     for step in range(2):
         for ids in share(batch(step), ctx.rank, ctx.world):
             engine.backward(engine(input_ids=ids, labels=ids).loss)

@@ -29,8 +29,9 @@ from launcher.checkpoint.store import load_meta
 from launcher.cli.main import main
 from launcher.errors import CheckpointError
 from tests.checkpoint.test_reader import _Malice
-from tests.engine.driving import CPU, log_lines
+from tests.engine.driving import log_lines
 from tests.pool import RankContext, RanksFailed, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, share, tiny_llama
 
 BEFORE, AFTER = 3, 5
@@ -94,7 +95,7 @@ def go_on(ctx: RankContext, root: Path, tag: str, stage: int, tied: bool) -> tup
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }  # fmt: skip
     optimizer = torch.optim.AdamW([{**g, "weight_decay": 0.5} for g in reversed(groups_of(model))], lr=1.0)
-    engine = launcher.initialize(model=model, optimizer=optimizer, config=config, device=CPU)[0]
+    engine = launcher.initialize(model=model, optimizer=optimizer, config=config, device=DEVICE)[0]
     path, _ = engine.load_checkpoint(root, tag)
     assert path is not None and engine.global_steps == BEFORE
     decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
@@ -243,7 +244,7 @@ def load_buffers(ctx: RankContext, directory: Path) -> list[torch.Tensor]:
     model = WithBuffer()
     config = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    engine = launcher.initialize(model=model, optimizer=optimizer, config=config, device=CPU)[0]
+    engine = launcher.initialize(model=model, optimizer=optimizer, config=config, device=DEVICE)[0]
     engine.load_checkpoint(directory, "a")
     return [tensor.clone() for tensor in model.state_dict().values()]
 
@@ -285,7 +286,7 @@ def _rates(ctx: RankContext, root: Path, kind: str) -> tuple[list[float], str]:
     if kind == "json":
         config["scheduler"] = {"type": "WarmupLR", "params": params}
     given = None if kind == "json" else falling
-    engine = launcher.initialize(model=nn.Linear(2, 2), config=config, lr_scheduler=given, device=CPU)[0]
+    engine = launcher.initialize(model=nn.Linear(2, 2), config=config, lr_scheduler=given, device=DEVICE)[0]
     with log_lines() as lines:
         engine.load_checkpoint(root, "a")
     rates = [engine.get_lr()[0]]

@@ -24,9 +24,9 @@ from launcher.checkpoint.source import SourceCheckpoint
 from launcher.cli.main import main
 from launcher.errors import CheckpointError
 from tests.checkpoint.test_deepspeed import Runs
-from tests.engine.driving import CPU
 from tests.parity_megatron.runs import MODELS, write_config
 from tests.pool import RankContext, RanksFailed, WorkerPool
+from tests.pool.device import DEVICE
 
 STEP = 7
 
@@ -257,7 +257,7 @@ def test_the_latest_iteration_is_taken(tmp_path: Path, capsys: pytest.CaptureFix
 
 def _load(ctx: RankContext, place: Path, tag: str | None) -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
-    engine = launcher.initialize(model=_model("llama"), config=config, device=CPU)[0]
+    engine = launcher.initialize(model=_model("llama"), config=config, device=DEVICE)[0]
     engine.load_checkpoint(place, tag)
 
 

@@ -20,8 +20,8 @@ import launcher
 from launcher.checkpoint.source import SourceCheckpoint
 from launcher.cli.main import main
 from tests.checkpoint.test_fsdp import mean
-from tests.engine.driving import CPU
 from tests.pool import RankContext, RanksFailed, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch
 
 HEADS, GROUPS, WIDTH, HIDDEN, INNER, LAYERS, VOCAB = 4, 2, 8, 32, 48, 2, 64
@@ -172,7 +172,7 @@ def _goes_on(ctx: RankContext, place: Path, model: str, stage: int, tag: str | N
         "optimizer": {"type": "AdamW", "params": ADAM},
     }
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    engine = launcher.initialize(model=made, config=config, device=CPU)[0]
+    engine = launcher.initialize(model=made, config=config, device=DEVICE)[0]
     engine.load_checkpoint(place, tag)
     assert engine.global_steps == BEFORE
     losses = []

@@ -25,8 +25,9 @@ from launcher.models import build
 from launcher.models.build import load_config
 from tests.checkpoint.deepspeed_files import values_of, write
 from tests.checkpoint.test_deepspeed import assembled, model_of
-from tests.engine.driving import CPU, config_of, whole_state
+from tests.engine.driving import config_of, whole_state
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, tiny_llama
 
 
@@ -40,7 +41,7 @@ def save(ctx: RankContext, directory: Path) -> dict[str, torch.Tensor]:
     config = {**config_of(2), "fp16": {"enabled": True, "initial_scale_power": 4}}
     config.pop("optimizer", None)
     engine = launcher.initialize(
-        model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config, device=CPU
+        model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config, device=DEVICE
     )[0]
     for step in range(2):
         engine.backward(engine(input_ids=batch(step), labels=batch(step)).loss)
@@ -186,7 +187,7 @@ class Odd(nn.Module):
 
 
 def save_odd(ctx: RankContext, directory: Path, client: dict[str, Any]) -> None:
-    engine = launcher.initialize(model=Odd(), config=config_of(1), device=CPU)[0]
+    engine = launcher.initialize(model=Odd(), config=config_of(1), device=DEVICE)[0]
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 3)).square().mean())
         engine.step()

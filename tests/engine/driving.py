@@ -17,13 +17,13 @@ import launcher
 from launcher.models.load import SafetensorsSource
 from launcher.offload.offloaded import OffloadedSlice
 from tests.pool import RankContext
+from tests.pool.device import DEVICE
 from tests.pool.logical import logical_parameters
 from tests.zero.models import points, stack
 
 ROWS = 8  # of the global batch
 LR = 0.01
 ADAMW = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}}
-CPU = torch.device("cpu")
 STAGES = [0, 1, 2, 3]
 
 
@@ -51,7 +51,7 @@ def engine_of(config: dict[str, Any], model: nn.Module | None = None, **argument
     model = model or stack()
     if "bf16" in config:
         model.register_forward_pre_hook(lambda _, args: tuple(arg.bfloat16() for arg in args))
-    return launcher.initialize(model=model, config=config, device=CPU, **arguments)[0]
+    return launcher.initialize(model=model, config=config, device=DEVICE, **arguments)[0]
 
 
 def microbatches(ctx: RankContext, step: int, accumulation: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -72,7 +72,7 @@ def advance_one(engine: Any, parts: list[tuple[Tensor, Tensor]]) -> float:
     for part in parts:
         loss = engine(*part)
         engine.backward(loss)
-        total += loss.detach().double() / len(parts)
+        total += loss.detach().double().cpu() / len(parts)
         engine.step()
     dist.all_reduce(total)
     return float(total) / engine.world_size
@@ -80,7 +80,7 @@ def advance_one(engine: Any, parts: list[tuple[Tensor, Tensor]]) -> float:
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
     """Every parameter as the model computes with it."""
-    return {name: value.clone() for name, value in logical_parameters(engine.zero)}
+    return {name: value.detach().cpu().clone() for name, value in logical_parameters(engine.zero)}
 
 
 def brought(value: Any) -> Any:
@@ -95,7 +95,7 @@ def whole_state(engine: Any) -> dict[str, Tensor]:
         pieces += [
             (f"{key}/{name}", engine.optimizer.slices[name], brought(value)) for key, value in state.items()
         ]
-    mine = [(name, piece.shape, piece.start, piece.stop, data.clone()) for name, piece, data in pieces]
+    mine = [(name, piece.shape, piece.start, piece.stop, data.cpu().clone()) for name, piece, data in pieces]
     every: list[Any] = [None] * engine.world_size
     dist.all_gather_object(every, mine)
     whole: dict[str, Tensor] = {}
@@ -111,6 +111,7 @@ def truth(
     optimizer: torch.optim.Optimizer, model: nn.Module, steps: Iterable[int], parts: int = 1
 ) -> list[float]:
     """Losses of plain PyTorch on the same points; `model` is changed in place."""
+    model.to(DEVICE)
     losses = []
     for step in steps:
         x, y = points(step, ROWS)

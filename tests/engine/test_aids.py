@@ -16,6 +16,7 @@ from torch import Tensor
 from launcher.errors import ConfigError, MisplacedCallError
 from tests.engine.driving import ROWS, STAGES, advance, config_of, engine_of, microbatches, whole_weights
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.zero.models import points
 
 STEPS = 3
@@ -210,7 +211,7 @@ def initialized(sections: dict[str, Any]) -> Iterable[Any]:
     from tests.zero.models import stack
 
     return launcher.initialize(
-        model=stack(), config=config_of(0, **sections), training_data=Rows(), device=torch.device("cpu")
+        model=stack(), config=config_of(0, **sections), training_data=Rows(), device=DEVICE
     )
 
 

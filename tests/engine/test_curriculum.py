@@ -13,8 +13,9 @@ from rich.console import Console
 from launcher.run import Run
 from launcher.train import Training
 from tests.config.test_data_efficiency import LEARNING, METRIC, SEQLEN, both_names, sections
-from tests.engine.driving import ADAMW, CPU
+from tests.engine.driving import ADAMW
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, share, tiny_llama
 
 SEQUENCES, STEPS = 4, 5
@@ -38,7 +39,7 @@ def engine_of(stage: int, data: dict[str, Any], accumulation: int = 1) -> Any:
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **data,
     }
-    return launcher.initialize(model=tiny_llama(layers=2), config=config, device=CPU)[0]
+    return launcher.initialize(model=tiny_llama(layers=2), config=config, device=DEVICE)[0]
 
 
 def advance(engine: Any, ctx: RankContext, steps: range) -> Trained:
@@ -167,7 +168,7 @@ def by_recipe(
 ) -> list[dict[str, Any]]:
     """Records of the recipes' loop, two microbatches a step."""
     engine = engine_of(1, {**sections(RISING, **more.pop("sampling", {})), **more}, accumulation=2)
-    run = Run(Namespace(seed=0), engine.resolved, Path(directory), CPU, Console(quiet=True), ctx.rank)
+    run = Run(Namespace(seed=0), engine.resolved, Path(directory), DEVICE, Console(quiet=True), ctx.rank)
     training = Training(run, engine, conversations(), None, steps, "tiny")
     loader = training.loader.steps()
     return [training._step(next(loader)) for _ in range(steps)]

@@ -16,8 +16,9 @@ import launcher
 from launcher.engine.weights import model_with_source
 from launcher.errors import CheckpointError, ConfigError, ShardedParameterError
 from launcher.models.build import load_config
-from tests.engine.driving import CPU, advance, config_of, counted_reads, engine_of, whole_weights
+from tests.engine.driving import advance, config_of, counted_reads, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, share, tiny_gpt2, tiny_llama
 from tests.zero.models import stack
 
@@ -27,7 +28,7 @@ KINDS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
 def trained(ctx: RankContext, kind: str, tied: bool, stage: int, sections: dict[str, Any]) -> Any:
     """An engine after two steps: its weights are no longer those of any file."""
     model = KINDS[kind](tied=tied)
-    engine = launcher.initialize(model=model, config=config_of(stage, **sections), device=CPU)[0]
+    engine = launcher.initialize(model=model, config=config_of(stage, **sections), device=DEVICE)[0]
     for step in range(2):
         for ids in share(batch(step), ctx.rank, ctx.world):
             engine.backward(engine(input_ids=ids, labels=ids).loss)
@@ -166,7 +167,7 @@ def start_from(ctx: RankContext, directory: Path, stage: int, sections: dict[str
     assert all(p.is_meta for p in made.model.parameters())
     with counted_reads() as read:
         engine = launcher.initialize(
-            model=made.model, config=config_of(stage, **sections), source=made.source, device=CPU
+            model=made.model, config=config_of(stage, **sections), source=made.source, device=DEVICE
         )[0]
     weights = whole_weights(engine)
     engine.eval()
@@ -212,5 +213,5 @@ def test_weights_are_not_rounded_on_their_way_to_the_masters(pool: WorkerPool, t
 def masters_of(ctx: RankContext, directory: Path) -> dict[str, Tensor]:
     made = model_with_source(load_config(str(directory)), str(directory), from_scratch=False, seed=0)
     config = config_of(3, bf16={"enabled": True})
-    engine = launcher.initialize(model=made.model, config=config, source=made.source, device=CPU)[0]
+    engine = launcher.initialize(model=made.model, config=config, source=made.source, device=DEVICE)[0]
     return {piece.name: piece.data.clone() for piece in engine.zero.slices()}

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import launcher
@@ -18,6 +17,7 @@ from launcher.arguments import add_config_arguments
 from launcher.errors import ArgumentsError, ConfigError
 from tests.engine.driving import advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.zero.models import stack
 
 
@@ -124,7 +124,7 @@ def test_faster_offloads_of_deepspeeds_train_as_without_them(pool: WorkerPool) -
 def from_the_launcher(ctx: RankContext, path: str) -> int:
     """A script for DeepSpeed that names no JSON itself."""
     os.environ["LAUNCHER_CONFIG"] = path
-    engine = launcher.initialize(model=nn.Linear(2, 2), device=torch.device("cpu"))[0]
+    engine = launcher.initialize(model=nn.Linear(2, 2), device=DEVICE)[0]
     return int(engine.train_batch_size())
 
 

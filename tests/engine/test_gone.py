@@ -14,9 +14,9 @@ import launcher
 from tests.engine.driving import advance, config_of, engine_of
 from tests.pipeline import running as stages
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import tiny_llama
 
-CPU = torch.device("cpu")
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -34,7 +34,7 @@ def one_life(ctx: RankContext, case: dict[str, Any]) -> list[weakref.ref[Any]]:
         engine = stages.engine_of(stages.config_of(case["stage"], 2, case["pipeline"]), tiny_llama(layers=2))
         stages.advance(engine, range(1))
     elif "tensor_parallel" in case:
-        engine = launcher.initialize(model=tiny_llama(layers=2), config=config_of(**case), device=CPU)[0]
+        engine = launcher.initialize(model=tiny_llama(layers=2), config=config_of(**case), device=DEVICE)[0]
         ids = torch.arange(32).view(8, 4)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import launcher
 from launcher.errors import ConfigError
-from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.sequence.families import BATCHES, model_of
 from tests.tensor.running import whole_state
 
@@ -45,7 +45,9 @@ def config_of(**sections: Any) -> dict[str, Any]:
 
 
 def trained(ctx: RankContext, sections: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    engine: Any = launcher.initialize(model=model_of("grouped"), config=config_of(**sections), device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of("grouped"), config=config_of(**sections), device=DEVICE)[
+        0
+    ]
     rank = engine.mesh.dp.rank
     mine = [batch_of(NUMBER * rank + at) for at in range(NUMBER)]
     losses = [float(engine.eval_batch(iter(mine))), float(engine.train_batch(iter(mine)))]
@@ -80,7 +82,7 @@ def test_one_microbatch_alone_is_refused(pool: WorkerPool) -> None:
 
 
 def refused(ctx: RankContext) -> None:
-    engine: Any = launcher.initialize(model=model_of("grouped"), config=config_of(), device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of("grouped"), config=config_of(), device=DEVICE)[0]
     with pytest.raises(ConfigError, match="sees one microbatch at a time"):
         engine.backward(engine(**batch_of(0)).loss)
     with pytest.raises(ConfigError, match='has no "labels"'):

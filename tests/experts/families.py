@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.pool.device import DEVICE
 from tests.sequence.families import LATENT
 
 VOCAB = 61
@@ -77,4 +78,7 @@ def model_of(family: str, implementation: str = "eager") -> PreTrainedModel:
 def global_batch(step: int, rows: int) -> list[Tensor]:
     """The rows of a step, [1, tokens] each: every other one is longer."""
     generator = torch.Generator().manual_seed(step)
-    return [torch.randint(0, VOCAB, (1, 12 + 5 * (row % 2)), generator=generator) for row in range(rows)]
+    return [
+        torch.randint(0, VOCAB, (1, 12 + 5 * (row % 2)), generator=generator).to(DEVICE)
+        for row in range(rows)
+    ]

@@ -12,10 +12,10 @@ from torch import Tensor
 import launcher
 from launcher.config import load
 from launcher.errors import ConfigError
-from tests.engine.driving import CPU
 from tests.experts.families import VOCAB, model_of
 from tests.experts.test_parity import Trained
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.tensor.running import plain_steps, whole_state
 
 STEPS, LR, LENGTH, ROWS = 3, 0.05, 13, 2
@@ -44,7 +44,7 @@ def trained(ctx: RankContext, size: int, accumulation: int, z_loss: float) -> Tr
         "zero_optimization": {"stage": 2},
         "expert_parallel": {"size": size, "global_balance_loss": True, "router_z_loss_coef": z_loss},
     }
-    engine: Any = launcher.initialize(model=with_large_loss(), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=with_large_loss(), config=config, device=DEVICE)[0]
     losses, norms = [], []
     for step in range(STEPS):
         mine = {key: value[ctx.rank :][:1] for key, value in batch(step).items()}
@@ -96,7 +96,7 @@ def replayed(ctx: RankContext, every: int) -> list[float]:
         "expert_parallel": {"size": 2, "global_balance_loss": True},
         "replica_check": {"replay_every": every},
     }
-    engine: Any = launcher.initialize(model=with_large_loss(), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=with_large_loss(), config=config, device=DEVICE)[0]
     rows = [{key: value[ctx.rank :][:1] for key, value in batch(step).items()} for step in range(4)]
     return [float(engine.train_batch(iter(rows[at : at + 2]))) for at in (0, 2)]
 
@@ -108,7 +108,7 @@ def test_a_step_that_is_computed_again_counts_its_tokens_anew(pool: WorkerPool) 
 def refused(ctx: RankContext, family: str) -> str:
     config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"global_balance_loss": True}}
     with pytest.raises(ConfigError) as error:
-        launcher.initialize(model=model_of(family), config=config, device=CPU)
+        launcher.initialize(model=model_of(family), config=config, device=DEVICE)
     return str(error.value)
 
 

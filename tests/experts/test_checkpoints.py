@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import launcher
-from tests.engine.driving import CPU
 from tests.experts.families import VOCAB, model_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.tensor.running import whole_state
 
 IDS = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(5))
@@ -28,7 +28,7 @@ def engine_of(size: int = 1, stage: int = 1, **sections: Any) -> Any:
         "expert_parallel": {"size": size},
         **sections,
     }
-    return launcher.initialize(model=model_of("biases"), config=config, device=CPU)[0]
+    return launcher.initialize(model=model_of("biases"), config=config, device=DEVICE)[0]
 
 
 def saved(ctx: RankContext, directory: Path, size: int, stage: int) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ def exported(ctx: RankContext, family: str, stage: int, directory: Path) -> dict
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "expert_parallel": {"size": 2},
     }
-    engine: Any = launcher.initialize(model=model_of(family), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of(family), config=config, device=DEVICE)[0]
     engine.train_batch(iter([{"input_ids": IDS, "labels": IDS}]))
     engine.save_16bit_model(directory)
     state = whole_state(engine)

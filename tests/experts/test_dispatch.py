@@ -13,9 +13,9 @@ from launcher.comm import Mesh
 from launcher.comm.record import record_collectives
 from launcher.errors import LauncherError
 from launcher.experts.dispatch import COMBINE, COUNTS, DISPATCH, Routing, combine, dispatch
-from tests.engine.driving import CPU
 from tests.experts.families import VOCAB, model_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 
 K, WIDTH, EXPERTS = 2, 3, 5
 
@@ -37,7 +37,7 @@ def mixed(hidden: Tensor, index: Tensor, weights: Tensor, scales: Tensor) -> Ten
 
 def exchanged(ctx: RankContext, indices: list[list[list[int]]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(output, gradients of hidden, weights and this rank's scales)."""
-    ep = Mesh.build(CPU).split_for_experts(2)[1]
+    ep = Mesh.build(DEVICE).split_for_experts(2)[1]
     hidden, index, weights = inputs(ep.rank, indices[ep.rank])
     scales = torch.arange(1.0, EXPERTS + 1)[slice(0, 3) if ep.rank == 0 else slice(3, 5)].requires_grad_()
     routing = Routing.of(ep, [3, 2], index)
@@ -83,7 +83,7 @@ def test_results_and_gradients_are_those_of_one_process(
 def in_16_bits(ctx: RankContext, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """(output, gradient of the weights) of hidden states in bf16 and weights in another dtype, of experts that change
     nothing."""
-    ep = Mesh.build(CPU).split_for_experts(2)[1]
+    ep = Mesh.build(DEVICE).split_for_experts(2)[1]
     hidden, index, weights = inputs(ep.rank, [[0, 4], [3, 1], [2, 0]])
     weights = weights.detach().to(wide).requires_grad_()
     routing = Routing.of(ep, [3, 2], index)
@@ -111,7 +111,7 @@ def sent(ctx: RankContext) -> dict[str, tuple[int, int, int]]:
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "expert_parallel": {"size": 2},
     }
-    engine: Any = launcher.initialize(model=model_of("all"), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of("all"), config=config, device=DEVICE)[0]
     ids = torch.randint(0, VOCAB, (1, 16))
     with record_collectives() as forward:
         loss = engine(input_ids=ids, labels=ids).loss
@@ -141,7 +141,7 @@ def test_bytes_are_tokens_times_experts_times_width(pool: WorkerPool) -> None:
 
 def alone(ctx: RankContext) -> str:
     config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"size": 2}}
-    engine: Any = launcher.initialize(model=model_of("plain"), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of("plain"), config=config, device=DEVICE)[0]
     ids = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(LauncherError) as error:
         if ctx.rank == 0:

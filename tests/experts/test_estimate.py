@@ -14,8 +14,8 @@ from launcher.estimate.estimator import Estimator
 from launcher.estimate.live import LiveBytesMode
 from launcher.estimate.model_trace import expert_load
 from launcher.experts.load import ExpertLoad
-from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 
 WORLD, SEQUENCE = 4, 64
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_local_experts": 8}
@@ -59,7 +59,7 @@ def uneven(ctx: RankContext, config: dict[str, Any]) -> tuple[int, float]:
     loads = []
 
     def make(live: Any) -> Any:
-        engine: Any = launcher.initialize(model=model, config=config, device=CPU)[0]
+        engine: Any = launcher.initialize(model=model, config=config, device=DEVICE)[0]
         loads.append(ExpertLoad(engine.module, engine.mesh, ranks=2))
         return engine
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher
-from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.tensor.running import plain_steps, whole_state
 
 WIDTH, EXPERTS, STEPS, LR = 8, 4, 3, 0.1
@@ -56,7 +56,7 @@ def trained(ctx: RankContext) -> tuple[list[float], dict[str, Tensor]]:
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
-    engine: Any = launcher.initialize(model=Model(), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=Model(), config=config, device=DEVICE)[0]
     losses = []
     for step in range(STEPS):
         loss = engine(rows(step, ctx.rank), ctx.rank)

@@ -15,9 +15,9 @@ import launcher
 from launcher.engine.weights import model_with_source
 from launcher.models.build import load_config
 from launcher.models.load import SafetensorsSource
-from tests.engine.driving import CPU
 from tests.experts.families import FAMILIES, model_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.tensor.running import whole_state
 
 ONE_BY_ONE = [family for family in FAMILIES if family not in ("biases", "shared by layers", "deep")]
@@ -61,7 +61,7 @@ def loaded(ctx: RankContext, directory: Path, size: int) -> tuple[dict[str, Tens
         "expert_parallel": {"size": size},
     }
     with patch.object(SafetensorsSource, "read_box", counted):
-        engine = launcher.initialize(model=made.model, config=config, source=made.source, device=CPU)[0]
+        engine = launcher.initialize(model=made.model, config=config, source=made.source, device=DEVICE)[0]
     weights = {name: value for name, value in whole_state(engine).items() if "/" not in name}
     engine.destroy()
     return weights, elements, made.how

@@ -19,11 +19,11 @@ import launcher
 from launcher.comm import Mesh
 from launcher.errors import ConfigError, LauncherError
 from launcher.experts.load import ExpertLoad
-from tests.engine.driving import CPU
 from tests.experts.families import global_batch, model_of
 from tests.experts.test_parity import LR
 from tests.experts.zoo import CONFIG
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.sequence.zoo import WORKS, judge
 from tests.tensor.models_table import spread_verdicts
 from tests.tensor.running import whole_state
@@ -38,7 +38,7 @@ def engine_of(model: Any, stage: int = 1, size: int = 2, **more: Any) -> Any:
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "expert_parallel": {"size": size, **more},
     }
-    return launcher.initialize(model=model, config=config, device=CPU)[0]
+    return launcher.initialize(model=model, config=config, device=DEVICE)[0]
 
 
 # ---- adapters ---------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_the_load_of_experts(pool: WorkerPool, tmp_path: Path, size: int, factor
 
 
 def test_a_model_without_experts_has_no_load() -> None:
-    assert ExpertLoad(torch.nn.Linear(1, 1), Mesh.build(CPU)).take() == {}
+    assert ExpertLoad(torch.nn.Linear(1, 1), Mesh.build(DEVICE)).take() == {}
 
 
 # ---- the bias of routers --------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from launcher.engine.report import ranks
 from launcher.errors import ConfigError
 from launcher.experts.apply import apply
 from launcher.experts.capacity import limit
-from tests.engine.driving import CPU
 from tests.experts.families import FAMILIES, global_batch, model_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.sequence.families import model_of as of_sequences
 from tests.tensor.running import plain_steps, whole_state
 
@@ -54,9 +54,9 @@ def trained(ctx: RankContext, family: str, case: Case, rows: int) -> Trained:
         "zero_optimization": {**zero, **dict(case.more).get("zero_optimization", {})},
         "expert_parallel": {"size": case.size, "capacity_factor": case.capacity},
     }
-    engine: Any = launcher.initialize(model=model_of(family, case.implementation), config=config, device=CPU)[
-        0
-    ]
+    engine: Any = launcher.initialize(
+        model=model_of(family, case.implementation), config=config, device=DEVICE
+    )[0]
     dp, losses, norms = engine.mesh.dp, [], []
     for step in range(STEPS):
         mine = global_batch(step, rows)[dp.rank * case.accumulation :][: case.accumulation]
@@ -169,7 +169,7 @@ def by_muon(ctx: RankContext, family: str, size: int, stage: int) -> tuple[list[
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "expert_parallel": {"size": size},
     }
-    engine: Any = launcher.initialize(model=model_of(family), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of(family), config=config, device=DEVICE)[0]
     losses = []
     for step in range(STEPS):
         ids = global_batch(step, 4)[ctx.rank]
@@ -194,7 +194,7 @@ def test_muon_steps_each_expert(pool: WorkerPool, family: str, size: int, world:
 def size_of(ctx: RankContext, section: dict[str, Any]) -> tuple[int, str]:
     """(experts of a layer on this rank, what the line of ranks says)."""
     config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": section}
-    engine: Any = launcher.initialize(model=model_of("plain"), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of("plain"), config=config, device=DEVICE)[0]
     found = engine.module.model.layers[0].mlp.experts.num_experts, ranks(engine)
     engine.destroy()
     return found
@@ -248,14 +248,14 @@ def refused(ctx: RankContext, family: str, size: int) -> str:
     config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"size": size}}
     model = of_sequences("grouped") if family == "dense" else model_of(family)
     with pytest.raises(ConfigError) as error:
-        launcher.initialize(model=model, config=config, device=CPU)
+        launcher.initialize(model=model, config=config, device=DEVICE)
     return str(error.value)
 
 
 def test_models_that_cannot_be_spread_are_refused(pool: WorkerPool) -> None:
     assert "no experts that transformers calls" in pool.run(refused, 2, "dense", 2)[0]
     assert "8 ranks are to share the experts of model.layers.0.mlp.experts, and it has 4" in _raised(
-        lambda: apply(model_of("plain"), Axis("ep", 8), Mesh.planned(CPU, 8, 0, dp=8))
+        lambda: apply(model_of("plain"), Axis("ep", 8), Mesh.planned(DEVICE, 8, 0, dp=8))
     )
 
 

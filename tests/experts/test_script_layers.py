@@ -18,10 +18,10 @@ from launcher.errors import ArgumentsError, ConfigError, LauncherError
 from launcher.experts.gates import DROPPED, capacity_of, keep_heaviest
 from launcher.integrations import experts as moe
 from launcher.integrations import groups
-from tests.engine.driving import CPU
 from tests.experts.test_parity import Trained
 from tests.parity_deepspeed.mixtures import CLASSES, WIDTH, Classifier
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.tensor.running import plain_steps, whole_state
 
 STEPS, LR = 3, 0.1
@@ -76,7 +76,7 @@ def trained(ctx: RankContext, case: Case, own_optimizer: bool = False) -> Traine
         apart = split({"params": list(model.parameters()), "name": "all"})
         assert [group.get("moe", False) for group in apart] == [False, True]
         more = {"optimizer": torch.optim.SGD(apart, LR)}
-    engine: Any = launcher.initialize(model=model, config=config, device=CPU, **more)[0]
+    engine: Any = launcher.initialize(model=model, config=config, device=DEVICE, **more)[0]
     assert engine.has_moe_layers
     losses, norms = [], []
     for step in range(STEPS):
@@ -155,7 +155,7 @@ def resumed(ctx: RankContext, directory: str, ep_size: int, save: bool) -> tuple
         "zero_optimization": {"stage": 2},
     }
     model = build(Case(ep_size=ep_size)) if save else fresh(Case(ep_size=ep_size))
-    engine: Any = launcher.initialize(model=model, config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model, config=config, device=DEVICE)[0]
     if save:
         engine.backward(engine(*batch(0, 0)))
         engine.step()
@@ -189,7 +189,7 @@ def exported(ctx: RankContext, directory: Path) -> dict[str, Tensor]:
         "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
-    engine: Any = launcher.initialize(model=build(Case()), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=build(Case()), config=config, device=DEVICE)[0]
     engine.backward(engine(*batch(0, 0)))
     engine.step()
     engine.save_checkpoint(directory)
@@ -243,7 +243,7 @@ def odd(ctx: RankContext, rows: list[int]) -> tuple[float, str]:
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 2},
     }
-    engine: Any = launcher.initialize(model=odd_model(2), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=odd_model(2), config=config, device=DEVICE)[0]
     loss = torch.zeros(())
     for step in range(2):
         x = torch.randn(rows[ctx.rank], WIDTH, generator=torch.Generator().manual_seed(2 * step + ctx.rank))
@@ -294,7 +294,7 @@ def test_a_function_reaches_every_expert() -> None:
 def other_layers(ctx: RankContext) -> str:
     """Each rank calls one of two layers only."""
     config = {"train_micro_batch_size_per_gpu": 2}
-    engine: Any = launcher.initialize(model=build(Case()), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=build(Case()), config=config, device=DEVICE)[0]
     x, layers = batch(0, ctx.rank)[0], engine.module.layers
     with pytest.raises(LauncherError) as error:
         layers[ctx.rank](x)
@@ -317,7 +317,7 @@ def with_buffers(ctx: RankContext) -> str:
     expert = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     config = {"train_micro_batch_size_per_gpu": 1}
     with pytest.raises(ConfigError) as error:
-        launcher.initialize(model=nn.Sequential(moe.MoE(4, expert, 2, 2)), config=config, device=CPU)
+        launcher.initialize(model=nn.Sequential(moe.MoE(4, expert, 2, 2)), config=config, device=DEVICE)
     return str(error.value)
 
 
@@ -329,7 +329,7 @@ def refused(ctx: RankContext, sizes: tuple[int, int], section: dict[str, Any]) -
     model = nn.ModuleList(moe.MoE(4, nn.Linear(4, 4), 4, size) for size in sizes)
     config = {"train_micro_batch_size_per_gpu": 1, **section}
     with pytest.raises(ConfigError) as error:
-        launcher.initialize(model=model, config=config, device=CPU)
+        launcher.initialize(model=model, config=config, device=DEVICE)
     return str(error.value)
 
 
@@ -386,7 +386,7 @@ def made_on_meta(ctx: RankContext, case: Case) -> tuple[float, bool, int]:
     with launcher.zero.Init(config_dict_or_path=config):
         model = fresh(case)
     assert all(parameter.is_meta for parameter in model.parameters())
-    engine: Any = launcher.initialize(model=model, config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model, config=config, device=DEVICE)[0]
     loss = float(engine(*batch(0, 0)).detach())
     weights = engine.module.layers[0].deepspeed_moe.experts
     with launcher.zero.GatheredParameters(list(weights.parameters())):

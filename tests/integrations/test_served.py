@@ -39,8 +39,9 @@ from launcher.integrations.tiling import TiledLinear, TiledLinearReturnBias
 from launcher.integrations.timing import SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from launcher.pipeline.sequential.topology import PipeModelDataParallelTopology
 from launcher.zero import GatheredParameters
-from tests.engine.driving import CPU, config_of
+from tests.engine.driving import config_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import tiny_llama
 
 # ---- the device ------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ def marked(ctx: RankContext) -> list[Any]:
     config = config_of(3, train_batch_size=2)
     model = tiny_llama(layers=1)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    engine = launcher.initialize(model=model, config=config, device=CPU)[0]
+    engine = launcher.initialize(model=model, config=config, device=DEVICE)[0]
     params = dict(engine.module.named_parameters())
     sharded = {name: param for name, param in params.items() if hasattr(param, "ds_id")}
     found = [
@@ -428,7 +429,7 @@ def put_away(ctx: RankContext) -> list[Any]:
     from launcher.integrations import stand_ins  # noqa: F401
 
     config = config_of(3, train_batch_size=2, bf16={"enabled": True})
-    engine = launcher.initialize(model=tiny_llama(layers=1), config=config, device=CPU)[0]
+    engine = launcher.initialize(model=tiny_llama(layers=1), config=config, device=DEVICE)[0]
     batch = {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}
 
     def step() -> float:
@@ -468,7 +469,7 @@ def test_states_go_away_and_come_back(pool: WorkerPool) -> None:
 
 def weights(ctx: RankContext) -> list[bool]:
     engine = launcher.initialize(
-        model=tiny_llama(layers=1), config=config_of(2, train_batch_size=1), device=CPU
+        model=tiny_llama(layers=1), config=config_of(2, train_batch_size=1), device=DEVICE
     )[0]
     state = engine.module_state_dict()
     same = all(torch.equal(state[name], param) for name, param in engine.module.named_parameters())
@@ -483,7 +484,7 @@ def test_the_state_dict_of_an_engine(pool: WorkerPool) -> None:
 def loaded(ctx: RankContext, stage: int) -> list[bool]:
     model = tiny_llama(layers=1, tied=True)
     wanted = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
-    engine = launcher.initialize(model=model, config=config_of(stage, train_batch_size=2), device=CPU)[0]
+    engine = launcher.initialize(model=model, config=config_of(stage, train_batch_size=2), device=DEVICE)[0]
     wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
     engine.load_module_state_dict({"module": wanted})
     found = [

@@ -18,8 +18,8 @@ from launcher.errors import LauncherError
 from launcher.integrations import groups, sequence_groups, stand_ins
 from launcher.integrations.distributed_attention import DistributedAttention, _SeqAllToAll
 from launcher.integrations.ulysses import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
-from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.sequence.families import BATCHES, model_of
 from tests.tensor.running import whole_state
 
@@ -48,11 +48,11 @@ def trained_on_slices(ctx: RankContext, stage: int, kind: str, length: int) -> d
         sequence_parallel_size=2,
         micro_batch_size=2,
     )
-    engine: Any = launcher.initialize(model=model, config=config_of(stage), mpu=mpu, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model, config=config_of(stage), mpu=mpu, device=DEVICE)[0]
     group, rank = groups._get_sequence_parallel_group(), groups._get_sequence_parallel_rank()
     assert (rank, groups._get_sequence_parallel_world_size()) == (ctx.rank, 2)
     mine = [batches(kind, length)[ctx.rank]]
-    loader = UlyssesSPDataLoaderAdapter(DataLoader(mine, batch_size=None), rank, group, 2, CPU)
+    loader = UlyssesSPDataLoaderAdapter(DataLoader(mine, batch_size=None), rank, group, 2, DEVICE)
     assert len(loader) == 2
     losses, slices = [], []
     for batch in loader:
@@ -171,7 +171,7 @@ def averaged(ctx: RankContext) -> tuple[int, int, list[float]]:
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
-    engine: Any = launcher.initialize(model=model, config=config, mesh_param=(1, 2), device=CPU)[0]
+    engine: Any = launcher.initialize(model=model, config=config, mesh_param=(1, 2), device=DEVICE)[0]
     engine.backward(engine(torch.full((1, 2), float(ctx.rank))).sum())
     engine.step()
     found = engine.seq_parallel_group.size(), engine.seq_dp_world_size, model.weight[0].tolist()
@@ -191,7 +191,7 @@ def test_another_attention_than_the_models_is_refused() -> None:
 def with_other_slices(ctx: RankContext) -> None:
     model = model_of("grouped")
     mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 2)
-    engine: Any = launcher.initialize(model=model, config=config_of(1), mpu=mpu, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model, config=config_of(1), mpu=mpu, device=DEVICE)[0]
     engine(input_ids=torch.zeros(2, 4 + ctx.rank, dtype=torch.int64))
 
 

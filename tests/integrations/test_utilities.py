@@ -14,8 +14,9 @@ from launcher.errors import ConfigError
 from launcher.integrations import groups, lr_schedules, utilities
 from launcher.integrations.surface import NAMES, NotHere, getter, serve
 from launcher.optim.schedules import build_scheduler
-from tests.engine.driving import CPU, config_of
+from tests.engine.driving import config_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import tiny_llama
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -130,7 +131,7 @@ def test_what_is_logged_on_which_rank(caplog: pytest.LogCaptureFixture) -> None:
 
 def sizes(ctx: RankContext) -> list[int]:
     config = config_of(1, train_batch_size=8, tensor_parallel={"autotp_size": 2})
-    engine = launcher.initialize(model=tiny_llama(layers=2), config=config, device=CPU)[0]
+    engine = launcher.initialize(model=tiny_llama(layers=2), config=config, device=DEVICE)[0]
     found = [
         groups.get_data_parallel_world_size(),
         groups.get_data_parallel_rank(),

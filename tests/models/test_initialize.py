@@ -68,13 +68,14 @@ def test_distribution_is_that_of_hf(family: str) -> None:
             assert abs(a.mean() - b.mean()).item() < 6 * b.std().item() / b.numel() ** 0.5, name
 
 
-def test_gpt2_projections_into_the_residual_stream_are_scaled_down() -> None:
-    """Their owner is a plain Conv1D; it is the attention's `_init_weights` that knows the scale."""
-    model = _materialized(config_of("gpt2", n_embd=96, n_layer=8))
-    block = model.transformer.h[3]
-    assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.03)
-    assert block.attn.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
-    assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
+def test_gpt2_projections_into_the_residual_stream_are_as_transformers_scales_them() -> None:
+    """Their owner is a plain Conv1D; it is the attention's `_init_weights` that knows the scale. Some versions of
+    transformers have none."""
+    config = config_of("gpt2", n_embd=96, n_layer=8)
+    ours, theirs = _materialized(config), AutoModelForCausalLM.from_config(config)
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_proj"):
+        mine, wanted = (model.transformer.h[3].get_submodule(name).weight for model in (ours, theirs))
+        assert mine.std().item() == pytest.approx(wanted.std().item(), rel=0.06), name
 
 
 def test_t5_shared_embedding_gets_the_roots_scale() -> None:

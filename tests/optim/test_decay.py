@@ -10,8 +10,9 @@ import torch
 
 import launcher
 from launcher.run import Run
-from tests.engine.driving import CPU, whole_weights
+from tests.engine.driving import whole_weights
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import tiny_llama
 
 
@@ -25,7 +26,7 @@ def decayed(ctx: RankContext, stage: int, decay: str) -> dict[str, float]:
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}},
     }
-    engine = launcher.initialize(model=model, model_parameters=groups, config=config, device=CPU)[0]
+    engine = launcher.initialize(model=model, model_parameters=groups, config=config, device=DEVICE)[0]
     ids = torch.zeros(1, 4, dtype=torch.long)
     engine.backward(engine(input_ids=ids, labels=ids).loss * 0.0)
     engine.step()

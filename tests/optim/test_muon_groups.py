@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from launcher.errors import ConfigError
 from tests.engine.driving import STAGES, advance, config_of, engine_of, truth, whole_weights
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, share, tiny_llama
 from tests.zero.models import stack
 
@@ -62,7 +63,7 @@ def on_llama(ctx: RankContext, stage: int, kind: str, extra: dict[str, Any]) -> 
     model = tiny_llama(layers=2)
     import launcher
 
-    engine = launcher.initialize(model=model, config=config, device=torch.device("cpu"))[0]
+    engine = launcher.initialize(model=model, config=config, device=DEVICE)[0]
     losses = []
     for step in range(4):
         total = 0.0

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher
-from tests.engine.driving import CPU
+from tests.pool.device import DEVICE
 from tests.pool.logical import logical_parameters
 from tests.pool.reference import batch, share
 
@@ -31,7 +31,7 @@ def config_of(stage: int, microbatches: int, pipeline: dict[str, Any], **section
 
 
 def engine_of(config: dict[str, Any], model: nn.Module, **arguments: Any) -> Any:
-    return launcher.initialize(model=model, config=config, device=CPU, **arguments)[0]
+    return launcher.initialize(model=model, config=config, device=DEVICE, **arguments)[0]
 
 
 def advance(engine: Any, steps: Iterable[int]) -> tuple[list[float], list[float]]:
@@ -47,7 +47,7 @@ def advance(engine: Any, steps: Iterable[int]) -> tuple[list[float], list[float]
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
     """Logical weights by name, of all stages."""
-    mine = {name: value.float().clone() for name, value in logical_parameters(engine.zero)}
+    mine = {name: value.float().cpu().clone() for name, value in logical_parameters(engine.zero)}
     every: list[Any] = [None] * engine.world_size
     dist.all_gather_object(every, mine)
     return {name: value for weights in every for name, value in weights.items()}

@@ -17,6 +17,7 @@ from launcher.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, T
 from launcher.zero import Init, PartitionedInit
 from tests.pipeline.running import CLIP, LR, config_of, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import VOCAB, batch, share
 
 STEPS, WIDTH = 2, 16
@@ -232,7 +233,7 @@ def surface(ctx: RankContext, directory: str) -> dict[str, Any]:
         model_parameters=[p for p in module.parameters() if p.requires_grad],
         config=config_of(1, 4, {}, csv_monitor=monitor),
         training_data=rows,
-        device=torch.device("cpu"),
+        device=DEVICE,
     )
     engine.set_batch_fn(lambda ids: (ids, ids))
     as_they_lie = next(iter(loader))[0].equal(rows[0])

@@ -19,11 +19,12 @@ from launcher.engine.weights import model_with_source
 from launcher.errors import CheckpointError, ElsewhereError
 from launcher.models.build import load_config
 from launcher.zero import GatheredParameters
-from tests.engine.driving import CPU, counted_reads
+from tests.engine.driving import counted_reads
 from tests.engine.test_killed_save import at_call, die
 from tests.engine.test_saving import node
 from tests.pipeline.running import advance, config_of, engine_of, whole_weights
 from tests.pool import RankContext, RanksFailed, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import tiny_gpt2, tiny_llama
 from tests.tensor.running import whole_state
 
@@ -276,7 +277,7 @@ def start_from(ctx: RankContext, directory: Path, stage: int) -> tuple[dict[str,
     with counted_reads() as read:
         zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
         config = config_of(stage, 2, {"stages": 2}, **zero)
-        engine = launcher.initialize(model=made.model, config=config, source=made.source, device=CPU)[0]
+        engine = launcher.initialize(model=made.model, config=config, source=made.source, device=DEVICE)[0]
     return whole_weights(engine), sum(read)
 
 

@@ -19,10 +19,10 @@ from launcher.pipeline.timeline.recording import read
 from launcher.run import Run
 from launcher.train import Training
 from tests.config.test_data_efficiency import sections
-from tests.engine.driving import CPU
 from tests.engine.test_curriculum import LENGTHS, RISING, STEPS
 from tests.pipeline.running import config_of, engine_of
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, tiny_llama
 from tests.pool.worker_pool import RanksFailed
 
@@ -51,7 +51,7 @@ def fit(ctx: RankContext, directory: str, pipeline: dict[str, Any], tp: int, mic
     args = training_parser("finetune", "").parse_args(["--seed", "0", "--eval-every", "2"])
     printed = open(os.devnull if ctx.rank else f"{directory}/printed", "w")  # noqa: SIM115
     console = Console(file=printed, width=200, quiet=ctx.rank > 0)
-    run = Run(args, engine.resolved, Path(directory), CPU, console, ctx.rank)
+    run = Run(args, engine.resolved, Path(directory), DEVICE, console, ctx.rank)
     rows = Rows()
     run.describe(engine, "tiny", "rows")
     Training(run, engine, rows, Rows(21), STEPS, "tiny").fit()

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.pool.device import DEVICE
+
 M = TypeVar("M", bound=PreTrainedModel)
 VOCAB = 64
 SEQ = 16
@@ -79,7 +81,7 @@ def batch(step: int, sequences: int = 8, seq: int = SEQ, vocab: int = VOCAB, see
     start = torch.randint(vocab, (sequences, 1), generator=generator)
     jumps = torch.randint(10, (sequences, seq), generator=generator)
     steps = torch.where(jumps == 0, jumps + 7, torch.full_like(jumps, 3))
-    return (start + steps.cumsum(1)) % vocab
+    return ((start + steps.cumsum(1)) % vocab).to(DEVICE)
 
 
 def share(ids: Tensor, rank: int, world: int, accumulation: int = 1) -> list[Tensor]:
@@ -132,6 +134,7 @@ def train_plain(
         clip: the largest gradient norm; 0 clips nothing.
         schedule: optimizer -> scheduler, stepped after every step.
     """
+    model.to(DEVICE)
     names = dict(model.named_parameters())
     masters = {name: nn.Parameter(p.detach().float().clone(), p.requires_grad) for name, p in names.items()}
     if dtype == torch.float32:
@@ -156,7 +159,7 @@ def train_plain(
         if scheduler:
             scheduler.step()
         _copy_masters_back(names, masters)
-    return PlainRun(losses, norms, {name: p.detach().clone() for name, p in masters.items()})
+    return PlainRun(losses, norms, {name: p.detach().cpu().clone() for name, p in masters.items()})
 
 
 def _add_to_masters(names: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]) -> None:

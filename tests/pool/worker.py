@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SEED = 1234
+DEVICE_VARIABLE = "LAUNCHER_TEST_DEVICE"  # "cuda": ranks have a GPU (`device.py`)
 
 
 _modules = 0  # that were imported when the collector was last told to pass over all there is
@@ -37,7 +38,7 @@ class RankContext:
     Args:
         rank: this rank, 0 to world - 1.
         world: ranks in this run; torch.distributed's default group has just these.
-        group: that process group (gloo).
+        group: that process group: gloo, and NCCL between GPUs.
     """
 
     rank: int
@@ -138,6 +139,20 @@ def _environment(place: Place) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(place.port),
+        **(_one_gpu(place.rank) if os.environ.get(DEVICE_VARIABLE) == "cuda" else {}),
+    }
+
+
+def _one_gpu(rank: int) -> dict[str, str]:
+    """What a rank needs to see one GPU, and to share it: NCCL refuses two ranks of one host on a GPU, so each says that
+    it is a host of its own; they then talk over the loopback interface."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    return {
+        "CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)],
+        "LOCAL_RANK": "0",
+        "NCCL_HOSTID": f"rank {rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
     }
 
 
@@ -145,11 +160,18 @@ def _join(place: Place) -> RankContext:
     import torch
     import torch.distributed as dist
 
+    from launcher.comm.setup import BACKENDS
+    from tests.pool.device import DEVICE
+
     torch.set_num_threads(1)
     store = dist.FileStore(str(place.directory / "store"), place.world)
     # The pool watches the time; a timeout of gloo's own would only blur which rank was late.
     dist.init_process_group(
-        "gloo", store=store, rank=place.rank, world_size=place.world, timeout=timedelta(hours=1)
+        BACKENDS[DEVICE.type],
+        store=store,
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(hours=1),
     )
     dist.barrier()
     return RankContext(place.rank, place.world, dist.group.WORLD)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.pool.device import DEVICE
+
 VOCAB = 61
 _BASE = {
     "vocab_size": VOCAB,
@@ -100,14 +102,14 @@ def model_of(family: str) -> PreTrainedModel:
 def plain(step: int, length: int) -> dict[str, Tensor]:
     """Two rows, without a mask."""
     ids = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(step))
-    return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids.to(DEVICE), "labels": ids.to(DEVICE)}
 
 
 def packed(step: int, length: int) -> dict[str, Tensor]:
     """Documents that lie end to end; their borders differ from row to row."""
     batch = plain(step, length)
-    places = torch.arange(length)
-    borders = torch.tensor([[length // 3], [length // 2 + 1]])
+    places = torch.arange(length, device=DEVICE)
+    borders = torch.tensor([[length // 3], [length // 2 + 1]], device=DEVICE)
     return {**batch, "position_ids": torch.where(places < borders, places, places - borders)}
 
 

@@ -17,8 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import launcher
 from launcher.errors import LauncherError
 from launcher.integrations.ulysses import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
-from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.sequence.families import _BASE, BATCHES, model_of
 
 LR = 0.01
@@ -32,7 +32,7 @@ def engine_of(model: Any, mpu: Any = None, **sections: Any) -> Any:
         "context_parallel": {"ring": 2},
         **sections,
     }
-    return launcher.initialize(model=model, config=config, mpu=mpu, device=CPU)[0]
+    return launcher.initialize(model=model, config=config, mpu=mpu, device=DEVICE)[0]
 
 
 def opt() -> Any:
@@ -246,7 +246,7 @@ def with_own_forward(ctx: RankContext, takes: str) -> float | str:
     else:
         model.forward = forward
     batches = [BATCHES["plain"](0, 24)]
-    loader = UlyssesSPDataLoaderAdapter(batches, ctx.rank, mpu.get_sequence_parallel_group(), 2, CPU)
+    loader = UlyssesSPDataLoaderAdapter(batches, ctx.rank, mpu.get_sequence_parallel_group(), 2, DEVICE)
     batch = next(iter(loader))
     try:
         return float(engine(**batch, labels=batch["shift_labels"]).loss)

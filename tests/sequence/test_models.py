@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import launcher
-from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.sequence.families import BATCHES, model_of
 from tests.sequence.test_parity import LR, Case, check
 from tests.tensor.running import whole_state
@@ -30,7 +30,7 @@ def config_of(stage: int = 2, **sections: Any) -> dict[str, Any]:
 
 
 def engine_of(model: Any, **sections: Any) -> Any:
-    return launcher.initialize(model=model, config=config_of(**sections), device=CPU)[0]
+    return launcher.initialize(model=model, config=config_of(**sections), device=DEVICE)[0]
 
 
 # ---- adapters ---------------------------------------------------------------------------------------

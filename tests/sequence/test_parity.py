@@ -11,8 +11,8 @@ from torch import Tensor
 
 import launcher
 from launcher.engine import report
-from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.sequence.families import BATCHES, FAMILIES, model_of
 from tests.tensor.running import plain_steps, whole_state
 
@@ -42,7 +42,7 @@ def trained(ctx: RankContext, family: str, case: Case) -> tuple[list[float], lis
         "context_parallel": {"ulysses": case.ulysses, "ring": case.ring, "layout": case.layout},
         **dict(case.more),
     }
-    engine: Any = launcher.initialize(model=model_of(family), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of(family), config=config, device=DEVICE)[0]
     assert engine.mesh.axes["cp"].degree == case.ulysses * case.ring
     losses, norms = [], []
     for step in range(STEPS):
@@ -125,7 +125,7 @@ def test_ways_to_share(pool: WorkerPool, family: str, case: Case, world: int) ->
 
 
 def chosen(ctx: RankContext, config: dict[str, Any], layout: str) -> tuple[int, int]:
-    engine: Any = launcher.initialize(model=model_of("one key head"), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of("one key head"), config=config, device=DEVICE)[0]
     shared = engine.mesh.axes["cp"].degree, engine.mesh.dp.degree
     assert f"2 share each sequence ({layout}), " in report.ranks(engine)
     engine.destroy()
@@ -148,7 +148,7 @@ def logits_of(ctx: RankContext) -> dict[str, Any]:
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "context_parallel": {"ring": 2},
     }
-    engine: Any = launcher.initialize(model=model_of("grouped"), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of("grouped"), config=config, device=DEVICE)[0]
     batch = BATCHES["plain"](0, 23)
     found = {"trained": engine(**batch).logits}
     engine.eval()
@@ -184,5 +184,5 @@ def with_other_batches(ctx: RankContext) -> None:
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "sequence_parallel_size": 2,
     }
-    engine: Any = launcher.initialize(model=model_of("grouped"), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of("grouped"), config=config, device=DEVICE)[0]
     engine(**BATCHES["plain"](ctx.rank, 24))

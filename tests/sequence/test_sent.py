@@ -10,8 +10,8 @@ import torch
 import launcher
 from launcher.comm.record import record_collectives
 from launcher.sequence import ring, ulysses
-from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.sequence.families import model_of
 
 ROWS, LENGTH, LAYERS, HEADS, GROUPS, WIDTH, BYTES = 2, 32, 2, 4, 2, 8, 4
@@ -24,7 +24,7 @@ def sent(ctx: RankContext, family: str, section: dict[str, Any]) -> dict[str, tu
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "context_parallel": section,
     }
-    engine: Any = launcher.initialize(model=model_of(family), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of(family), config=config, device=DEVICE)[0]
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     with record_collectives() as forward:
         loss = engine(input_ids=ids, labels=ids).loss

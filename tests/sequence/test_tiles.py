@@ -16,8 +16,8 @@ from launcher.errors import ConfigError, LauncherError
 from launcher.sequence import tiled_loss, tiled_mlp
 from launcher.sequence.tiled_loss import TiledLoss, tile_loss
 from launcher.sequence.tiled_mlp import tile_mlps
-from tests.engine.driving import CPU
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.sequence.families import _BASE, BATCHES, VOCAB, model_of
 from tests.tensor.running import whole_state
 
@@ -161,7 +161,7 @@ def trained(ctx: RankContext, case: Case) -> tuple[list[float], dict[str, Tensor
         "tiled_mlp": True,
         **dict(case.sections),
     }
-    engine: Any = launcher.initialize(model=made(case.name), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=made(case.name), config=config, device=DEVICE)[0]
     losses = [float(engine.train_batch(iter([BATCHES["packed"](step, 22)]))) for step in range(2)]
     weights = {name: value for name, value in whole_state(engine).items() if "/" not in name}
     engine.destroy()
@@ -210,7 +210,7 @@ def largest_tensor(ctx: RankContext, sections: dict[str, Any], length: int, tile
         "zero_optimization": {"stage": 0},
         **sections,
     }
-    engine: Any = launcher.initialize(model=model_of("grouped"), config=config, device=CPU)[0]
+    engine: Any = launcher.initialize(model=model_of("grouped"), config=config, device=DEVICE)[0]
     ids = torch.zeros(1, length, dtype=torch.int64)
     with Largest() as seen:
         loss = engine(input_ids=ids, labels=ids).loss

@@ -30,7 +30,8 @@ from launcher.tensor.plans import PLANS
 from launcher.tensor.rule import SplitRule
 from launcher.tensor.split_model import SplitModel, TensorParallelOptions
 from tests.pool import RankContext
-from tests.tensor.transparency import CPU, Truth, all_ranks, compare_with, truth_of
+from tests.pool.device import DEVICE
+from tests.tensor.transparency import Truth, all_ranks, compare_with, truth_of
 from tests.tensor.zoo import batch_of, tiny_model
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-6}
@@ -98,7 +99,7 @@ class Outcome:
 
 def judge(ctx: RankContext, types: list[str]) -> list[Verdict]:
     """The verdicts, on all ranks."""
-    four, pairs = Mesh.build(CPU, tp=4), Mesh.build(CPU, tp=2)
+    four, pairs = Mesh.build(DEVICE, tp=4), Mesh.build(DEVICE, tp=2)
     sequence = pairs.axes["dp"].rank == 1
     verdicts = []
     for start in range(0, len(types), ctx.world):
@@ -183,7 +184,7 @@ def _outcomes(
         split_model = copy.deepcopy(model)
         outcome = Outcome()
         try:
-            made = apply(split_model, axis, options, device=CPU)
+            made = apply(split_model, axis, options, device=DEVICE)
             if axis is four:
                 facts |= _facts(model, split_model, made)
             found = compare_with(truth, split_model, made, batch)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import launcher
 from launcher.comm import all_reduce
 from launcher.zero import ParamSlice
-from tests.engine.driving import CPU
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, share
 
 LR, CLIP = 0.01, 0.5
@@ -34,7 +34,7 @@ def engine_of(
 ) -> Any:
     """The engine alone of `launcher.initialize`, at a degree."""
     config = {**config, "tensor_parallel": {"autotp_size": tp, "sequence_parallel": sequence}}
-    return launcher.initialize(model=model, config=config, device=CPU, **arguments)[0]
+    return launcher.initialize(model=model, config=config, device=DEVICE, **arguments)[0]
 
 
 def advance(engine: Any, steps: Iterable[int]) -> tuple[list[float], list[float]]:
@@ -46,7 +46,7 @@ def advance(engine: Any, steps: Iterable[int]) -> tuple[list[float], list[float]
         for ids in parts:
             loss = engine(input_ids=ids, labels=ids).loss
             engine.backward(loss)
-            total += loss.detach().double() / len(parts)
+            total += loss.detach().double().cpu() / len(parts)
             engine.step()
         all_reduce(total, dp, "test").wait()
         losses.append(float(total) / dp.degree)
@@ -58,6 +58,7 @@ def plain_steps(
     model: nn.Module, loss_of: Callable[[int], Tensor], steps: int, lr: float
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """(losses, gradient norms, weights) of steps of SGD in plain PyTorch, on one process."""
+    model.to(DEVICE)
     sgd = torch.optim.SGD(model.parameters(), lr)
     losses, norms = [], []
     for step in range(steps):
@@ -68,7 +69,7 @@ def plain_steps(
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
         sgd.step()
-    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+    return losses, norms, {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
 def whole_state(engine: Any) -> dict[str, Tensor]:
@@ -77,7 +78,7 @@ def whole_state(engine: Any) -> dict[str, Tensor]:
     for name, state in engine.optimizer.state_slices().items():
         pieces += [(f"{key}/{name}", engine.optimizer.slices[name], value) for key, value in state.items()]
     every: list[Any] = [None] * engine.world_size
-    mine = [(name, p.split, p.start, p.stop, data.clone()) for name, p, data in pieces]
+    mine = [(name, p.split, p.start, p.stop, data.cpu().clone()) for name, p, data in pieces]
     dist.all_gather_object(every, mine)
     whole: dict[str, Tensor] = {}
     for name, split, start, stop, data in [piece for rank in every for piece in rank]:

@@ -13,17 +13,17 @@ from launcher.tensor import functions
 from launcher.tensor.apply import apply
 from launcher.tensor.split_model import TensorParallelOptions
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import tiny_llama
 
 ROWS, LENGTH, LAYERS, VOCAB = 2, 12, 2, 67
-CPU = torch.device("cpu")
 
 
 def one_pass(ctx: RankContext, sequence: bool) -> tuple[list[CollectiveRecord], int]:
     """Collectives of a forward and a backward, and the hidden size."""
-    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     model = tiny_llama(layers=LAYERS, vocab=VOCAB, num_key_value_heads=4)
-    apply(model, axis, TensorParallelOptions(sequence=sequence), device=CPU)
+    apply(model, axis, TensorParallelOptions(sequence=sequence), device=DEVICE)
     ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCAB
     with record_collectives() as records:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -52,7 +52,7 @@ def test_messages_are_those_of_theory(pool: WorkerPool, world: int, sequence: bo
 
 def order(ctx: RankContext, overlaps: bool) -> list[str]:
     """What happens in the backward of two column-parallel layers that read the same input."""
-    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     events: list[str] = []
     x = torch.randn(4, 8, requires_grad=True) * 1
     entered = functions.enter(x, axis, "here", overlaps=overlaps)

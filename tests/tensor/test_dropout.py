@@ -16,7 +16,8 @@ from launcher.models.units import unit_modules
 from launcher.tensor.apply import apply
 from launcher.tensor.split_model import TensorParallelOptions
 from tests.pool import RankContext, WorkerPool
-from tests.tensor.transparency import CPU, sum_partial
+from tests.pool.device import DEVICE
+from tests.tensor.transparency import sum_partial
 from tests.tensor.zoo import batch_of, tiny_model
 
 DROPOUT: dict[str, dict[str, Any]] = {
@@ -29,7 +30,7 @@ def split_copy(
     model: nn.Module, axis: Axis, options: TensorParallelOptions, *, recompute: bool = False
 ) -> tuple[Any, Any]:
     model = copy.deepcopy(model)
-    made = apply(model, axis, options, device=CPU)
+    made = apply(model, axis, options, device=DEVICE)
     if recompute:
         checkpoint_blocks(model, unit_modules(model), ActivationCheckpointingConfig(), axis)
     return model, made
@@ -49,7 +50,7 @@ def gradients_of(model: nn.Module, made: Any, batch: dict[str, Tensor]) -> list[
 
 def recomputed(ctx: RankContext, kind: str, sequence: bool) -> list[str]:
     """The parameters whose gradients are others with recomputation."""
-    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     model, batch = tiny_model(kind, seed=0, **DROPOUT[kind]), batch_of(kind, seed=1, length=16)
     plain, again = (
         gradients_of(
@@ -72,7 +73,7 @@ def test_recomputation_drops_out_the_same(pool: WorkerPool, kind: str, sequence:
 
 def masks(ctx: RankContext, sequence: bool) -> list[Tensor]:
     """What GPT-2 dropped in one step, in order: [batch, sequence, hidden] or [batch, heads, sequence, sequence]."""
-    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     model, _ = split_copy(
         tiny_model("gpt2", seed=0, **DROPOUT["gpt2"]), axis, TensorParallelOptions(sequence=sequence)
     )

@@ -16,9 +16,10 @@ from launcher.tensor.plans import WITHOUT_PLAN, WITHOUT_SEQUENCE
 from launcher.tensor.split_model import TensorParallelOptions
 from launcher.tensor.styles import STYLES
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.tensor.judging import judge
 from tests.tensor.models_table import EXAMPLE, PAGE, as_in_fp32, page_of, read_verdicts, unsound
-from tests.tensor.transparency import CPU, compare
+from tests.tensor.transparency import compare
 from tests.tensor.zoo import CAUSAL_TYPES, batch_of, tiny_model
 from tests.tensor.zoo_tables import KNOWN, UNRUNNABLE
 
@@ -67,7 +68,7 @@ def test_a_sample_is_as_the_table_says(pool: WorkerPool, types: list[str]) -> No
 
 
 def differences_of_heads(ctx: RankContext, heads: list[int], sequence: bool) -> list[float]:
-    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     return [
         compare(
             tiny_model("llama", seed=0, num_key_value_heads=count),
@@ -100,14 +101,14 @@ def test_heads_that_the_degree_does_not_divide(degree: int) -> None:
     with pytest.raises(
         ConfigError, match=rf"(?s)has 8 heads .* {degree} tensor-parallel .* one of 1, 2, 4, 8$"
     ):
-        apply(on_meta("llama"), Axis("tp", degree), TensorParallelOptions(), device=CPU)
+        apply(on_meta("llama"), Axis("tp", degree), TensorParallelOptions(), device=DEVICE)
 
 
 def test_a_model_without_a_plan() -> None:
     with pytest.raises(
         ConfigError, match=r"(?s)type mamba .*: its layers are recurrences.*partition_config"
     ) as error:
-        apply(on_meta("mamba"), Axis("tp", 2), TensorParallelOptions(), device=CPU)
+        apply(on_meta("mamba"), Axis("tp", 2), TensorParallelOptions(), device=DEVICE)
     assert "backbone.layers.*.mixer.in_proj" in str(error.value)
 
 
@@ -115,19 +116,19 @@ def test_sequence_parallelism_is_refused_inside_of_other_models_too() -> None:
     with pytest.raises(
         ConfigError, match=r"(?s)type gemma4_text .*embedding of each token .*sequence_parallel"
     ):
-        apply(on_meta("gemma4"), Axis("tp", 2), TensorParallelOptions(sequence=True), device=CPU)
+        apply(on_meta("gemma4"), Axis("tp", 2), TensorParallelOptions(sequence=True), device=DEVICE)
 
 
 def difference_of_example(ctx: RankContext) -> tuple[float, float]:
     """And the share of the elements that a rank has."""
     rules = load(json.loads(EXAMPLE)).tensor_parallel.partition_config
-    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     found = compare(
         tiny_model("rwkv", seed=0), batch_of("rwkv", seed=1), axis, TensorParallelOptions(rules=rules)
     )
     model = tiny_model("rwkv", seed=0)
     whole = sum(p.numel() for p in model.parameters())
-    made = apply(model, axis, TensorParallelOptions(rules=rules), device=CPU)
+    made = apply(model, axis, TensorParallelOptions(rules=rules), device=DEVICE)
     return found.largest, sum(split.numel for split in made.splits.values()) / whole
 
 

@@ -20,10 +20,10 @@ from launcher.tensor.apply import apply
 from launcher.tensor.head import gather_logits, split_head, wants_gathered_head
 from launcher.tensor.split_model import TensorParallelOptions, loss_only
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, tiny_gpt2, tiny_llama
 from tests.tensor.transparency import all_ranks, gradient_difference, relative
 
-CPU = torch.device("cpu")
 VOCAB = 61  # no number of ranks divides it
 IDS = batch(0, sequences=2, seq=8, vocab=VOCAB)
 
@@ -55,11 +55,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def split(model: PreTrainedModel, axis: Axis) -> Any:
-    return apply(model, axis, TensorParallelOptions(), device=CPU)
+    return apply(model, axis, TensorParallelOptions(), device=DEVICE)
 
 
 def compare(ctx: RankContext, name: str) -> None:
-    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     plain = MODELS[name]()
     model: Any = copy.deepcopy(plain)
     made = split(model, axis)
@@ -104,7 +104,7 @@ def generate(ctx: RankContext) -> list[int]:
     torch.manual_seed(0)
     model = MODELS["llama"]().eval()
     plain = model.generate(IDS[:, :3], max_new_tokens=5, do_sample=False)
-    split(model, Mesh.build(CPU, tp=ctx.world).axes["tp"])
+    split(model, Mesh.build(DEVICE, tp=ctx.world).axes["tp"])
     assert torch.equal(model.generate(IDS[:, :3], max_new_tokens=5, do_sample=False), plain)
     with record_collectives() as records, loss_only(), torch.no_grad():
         loss = model(input_ids=IDS, labels=IDS).loss
@@ -162,7 +162,7 @@ def test_touching_split_logits_says_how_to_get_them(name: str) -> None:
 
 def test_shape_and_dtype_of_split_logits_are_there() -> None:
     logits = alone().bfloat16()(input_ids=IDS, labels=IDS).logits
-    assert (logits.shape, logits.dtype, logits.device) == ((2, 8, VOCAB), torch.bfloat16, CPU)
+    assert (logits.shape, logits.dtype, logits.device) == ((2, 8, VOCAB), torch.bfloat16, DEVICE)
     assert "LlamaForCausalLM" in repr(logits) and "LlamaForCausalLM" in str(logits.detach())
 
 

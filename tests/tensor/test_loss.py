@@ -17,9 +17,9 @@ from launcher.errors import LauncherError
 from launcher.tensor import loss
 from launcher.tensor.loss import LossOptions, causal_lm_loss, vocab_parallel_cross_entropy
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 
 ALONE = Axis("tp")
-CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
@@ -137,7 +137,7 @@ def test_the_loss_that_models_call_is_transformers_own(items: Any, shifted: bool
 
 def split_loss(ctx: RankContext, widths: list[int]) -> tuple[Tensor, Tensor, list[Any]]:
     """The loss, this rank's gradient, and what was sent."""
-    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     start, (logits, labels) = sum(widths[: ctx.rank]), whole_problem(sum(widths))
     local = logits[..., start : start + widths[ctx.rank]].clone().requires_grad_()
     with record_collectives() as records:

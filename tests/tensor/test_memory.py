@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 
 import pytest
-import torch
 from torch import Tensor
 
 from launcher.comm import Axis
 from launcher.tensor.apply import apply
 from launcher.tensor.split_model import TensorParallelOptions
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, tiny_llama
 
 
@@ -23,7 +23,7 @@ def living() -> int:
 def test_a_step_leaves_no_activations(sequence: bool) -> None:
     alone = Axis("tp", degree=2)  # without a group nothing is sent: values are wrong, memory is not
     model = tiny_llama(layers=2, vocab=67)
-    apply(model, alone, TensorParallelOptions(sequence=sequence), device=torch.device("cpu"))
+    apply(model, alone, TensorParallelOptions(sequence=sequence), device=DEVICE)
     after = []
     gc.collect()
     gc.disable()

@@ -20,7 +20,8 @@ from launcher.tensor.rule import SplitRule
 from launcher.tensor.split_model import TensorParallelOptions
 from launcher.tensor.styles import STYLES
 from tests.pool import RankContext, WorkerPool
-from tests.tensor.transparency import CPU, compare
+from tests.pool.device import DEVICE
+from tests.tensor.transparency import compare
 from tests.tensor.zoo import CAUSAL_TYPES, batch_of, tiny_model
 
 Changes = dict[str, Any]
@@ -49,7 +50,7 @@ SAMPLES: list[tuple[str, Changes, float]] = [
 
 
 def differences(ctx: RankContext) -> list[tuple[str, float]]:
-    axis = Mesh.build(CPU, tp=ctx.world).axes["tp"]
+    axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     found = []
     for kind, changes, _ in SAMPLES:
         if kind in CAUSAL_TYPES:
@@ -71,7 +72,7 @@ def split_on_meta(kind: str, degree: int, **changes: Any) -> tuple[int, int, nn.
     whole = sum(p.numel() for p in model.parameters())
     model = model.to("meta")
     model.tie_weights()
-    made = apply(model, Axis("tp", degree), TensorParallelOptions(), device=CPU)
+    made = apply(model, Axis("tp", degree), TensorParallelOptions(), device=DEVICE)
     return whole, sum(split.numel for split in made.splits.values()), model
 
 
@@ -139,7 +140,7 @@ class _Blocks(nn.Module):
 def own_plan(ctx: RankContext) -> tuple[Tensor, list[tuple[int, ...]]]:
     torch.manual_seed(0)
     model = _Blocks({"*.up": "colwise", "layers.*.down": "rowwise"})
-    apply(model, Mesh.build(CPU, tp=ctx.world).axes["tp"], TensorParallelOptions(), device=CPU)
+    apply(model, Mesh.build(DEVICE, tp=ctx.world).axes["tp"], TensorParallelOptions(), device=DEVICE)
     return model(torch.ones(2, 4)).detach(), [tuple(p.shape) for p in model.parameters()][:4]
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from launcher.comm import Axis, all_reduce
 from launcher.tensor.apply import apply
 from launcher.tensor.split_model import SplitModel, TensorParallelOptions
+from tests.pool.device import DEVICE
 
 STEPS, LR, NOISE = 3, 0.01, 0.05
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Truth:
 
 def truth_of(model: nn.Module, batch: dict[str, Tensor]) -> Truth:
     """Train a copy of `model`."""
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).to(DEVICE)
     logits = _logits(model, batch)
     losses, gradients = [], {}
     for step in range(STEPS):
@@ -69,8 +69,8 @@ def compare(
     model: nn.Module, batch: dict[str, Tensor], axis: Axis, options: TensorParallelOptions | None = None
 ) -> Difference:
     """Train `model` plain and split. Every rank gives the same model and batch."""
-    split_model = copy.deepcopy(model)
-    made = apply(split_model, axis, options or TensorParallelOptions(), device=CPU)
+    split_model = copy.deepcopy(model).to(DEVICE)
+    made = apply(split_model, axis, options or TensorParallelOptions(), device=DEVICE)
     return compare_with(truth_of(model, batch), split_model, made, batch)
 
 

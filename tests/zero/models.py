@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.pool.device import DEVICE
+
 
 class Block(nn.Module):
     """A residual MLP; `spare` is a parameter that only some forwards use."""
@@ -71,4 +73,4 @@ def points(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
     """Inputs [rows, 4] and targets [rows] of a step."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(rows, 4, generator=generator)
-    return x, x.sum(1).sin()
+    return x.to(DEVICE), x.sum(1).sin().to(DEVICE)

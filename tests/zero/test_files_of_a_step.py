@@ -11,12 +11,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 import launcher
 from launcher.comm.choose import TRANSPORT
 from tests.pages.packages import PACKAGE, ROOT
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.zero.models import points, stack
 
 LIMIT = 18
@@ -36,7 +35,7 @@ def files_of_a_step(ctx: RankContext, transport: str) -> set[str]:
     """Return the files of launcher/ in which a function runs during one step of training, after a few others."""
     os.environ[TRANSPORT] = transport
     try:
-        engine, *_ = launcher.initialize(model=stack(), config=CONFIG, device=torch.device("cpu"))
+        engine, *_ = launcher.initialize(model=stack(), config=CONFIG, device=DEVICE)
     finally:
         del os.environ[TRANSPORT]
     ran: set[str] = set()

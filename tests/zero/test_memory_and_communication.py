@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import launcher
 from launcher.comm import CollectiveRecord
 from launcher.zero.flat import ALIGN
 from launcher.zero.reduce import UNITS_IN_FLIGHT
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.reference import batch, tiny_llama
 from tests.zero.training import LAYERS, SEQUENCES, Case, config_of, train, watch_in_flight
 
@@ -177,7 +177,7 @@ def test_few_units_are_reduced_at_a_time(pool: WorkerPool) -> None:
 
 def most_in_flight(ctx: RankContext) -> int:
     config = config_of(Case(2), ctx.world)
-    engine, *_ = launcher.initialize(model=tiny_llama(layers=8), config=config, device=torch.device("cpu"))
+    engine, *_ = launcher.initialize(model=tiny_llama(layers=8), config=config, device=DEVICE)
     seen = watch_in_flight(engine)
     ids = batch(0, SEQUENCES)
     engine.backward(engine(input_ids=ids, labels=ids).loss)

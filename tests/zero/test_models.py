@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import launcher
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.pool.logical import logical_parameters
 from tests.zero.models import Stack, points, stack
 
@@ -25,7 +26,7 @@ def engine_of(model: Stack, stage: int, accumulation: int = 1, world: int = 2, *
         "gradient_clipping": 0,
         "zero_optimization": {"stage": stage, **ZERO, **zero},
     }
-    return launcher.initialize(model=model, config=config, device=torch.device("cpu"))[0]
+    return launcher.initialize(model=model, config=config, device=DEVICE)[0]
 
 
 def shares(ctx: RankContext, step: int, accumulation: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -14,8 +14,9 @@ from torch import nn
 
 import launcher
 from launcher.errors import ShardedParameterError
-from tests.engine.driving import CPU, config_of, engine_of, whole_weights
+from tests.engine.driving import config_of, engine_of, whole_weights
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import DEVICE
 from tests.zero.models import stack
 
 TOUCHES: dict[str, Callable[[Any], Any]] = {
@@ -69,7 +70,7 @@ def look(ctx: RankContext) -> None:
     plain = dict(stack().named_parameters())
     for name, p in engine.module.named_parameters():
         want = plain[name]
-        assert (p.shape, p.dtype, p.device) == (want.shape, torch.bfloat16, CPU)
+        assert (p.shape, p.dtype, p.device) == (want.shape, torch.bfloat16, DEVICE)
         assert (
             p.numel() == want.numel()
             and p.dim() == want.dim()

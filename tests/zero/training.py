@@ -13,6 +13,7 @@ import launcher
 from launcher.comm import CollectiveRecord, record_collectives
 from launcher.zero.unit import Unit
 from tests.pool import RankContext
+from tests.pool.device import DEVICE
 from tests.pool.logical import logical_parameters
 from tests.pool.reference import batch, share, tiny_gpt2, tiny_llama
 
@@ -73,9 +74,7 @@ def model_of(case: Case) -> Any:
 
 def train(ctx: RankContext, case: Case) -> Trained:
     """Train the case's model on this rank's share; losses are means over the global batch."""
-    engine, *_ = launcher.initialize(
-        model=model_of(case), config=config_of(case, ctx.world), device=torch.device("cpu")
-    )
+    engine, *_ = launcher.initialize(model=model_of(case), config=config_of(case, ctx.world), device=DEVICE)
     losses, norms = [], []
     last: list[CollectiveRecord]
     for step in range(case.steps):
@@ -84,14 +83,14 @@ def train(ctx: RankContext, case: Case) -> Trained:
             for ids in share(batch(step, SEQUENCES), ctx.rank, ctx.world, case.accumulation):
                 loss = engine(input_ids=ids, labels=ids).loss
                 engine.backward(loss)
-                total += loss.detach().double() / case.accumulation
+                total += loss.detach().double().cpu() / case.accumulation
                 engine.step()
         dist.all_reduce(total)
         losses.append(float(total) / ctx.world)
         norms.append(engine.get_global_grad_norm())
     weights = {piece.name: torch.empty(piece.shape) for piece in engine.zero.slices()}
     for name, value in logical_parameters(engine.zero):
-        weights[name] = value.float().clone()
+        weights[name] = value.float().cpu().clone()
     return Trained(losses, norms, weights, engine.held_bytes(), last)
 
 

@@ -1,0 +1,228 @@
+"""Steps on one GPU: ours beside plain PyTorch, FSDP2 and DeepSpeed.
+
+    python -m benchmarks.gpu.speed [TEXT ...]
+
+One line of JSON for each row whose name has the TEXT. All train the same model on the same tokens in bf16, with AdamW
+in fp32. MFU counts 6 operations for each parameter and token, and those of attention (causal: half of all pairs), of
+what the card can do (`launcher/monitor/devices.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.gpu.ranks import DEVICE, MARK, run
+
+ON_GPU = DEVICE == "cuda"
+WARMUP, STEPS = (3, 8) if ON_GPU else (1, 2)
+LR = 1e-4
+Step = Callable[[], Tensor]
+
+
+class Shape(NamedTuple):
+    """A Llama and its tokens."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    rows: int
+    tokens: int
+    vocabulary: int = 32_000
+
+
+SHAPES = {
+    "1B": Shape(2048, 16, 8192, 32, 4, 4096),  # Llama 3.2's blocks
+    "8B blocks": Shape(4096, 6, 14_336, 32, 2, 4096),  # Llama 3.1's
+    "tiny": Shape(128, 2, 256, 4, 2, 128, 512),
+}
+
+
+class Row(NamedTuple):
+    """A way to train a shape."""
+
+    name: str
+    peer: str
+    shape: str
+    options: dict[str, Any] = {}  # noqa: RUF012  (nobody changes it)
+
+
+_CPU = {"device": "cpu"}
+_OFFLOAD = {"stage": 2, "offload_optimizer": _CPU}
+ROWS = (
+    Row("plain, autocast", "plain", "8B blocks"),
+    Row("ours, stage 0", "ours", "8B blocks", {"zero": {"stage": 0}}),
+    Row("ours, stage 2", "ours", "8B blocks", {"zero": {"stage": 2}}),
+    Row("ours, stage 3", "ours", "8B blocks", {"zero": {"stage": 3}}),
+    Row("FSDP2", "fsdp2", "8B blocks"),
+    Row("DeepSpeed, stage 3", "deepspeed", "8B blocks", {"zero": {"stage": 3}}),
+    Row("plain, autocast, compiled", "plain", "8B blocks", {"compile": True}),
+    Row("ours, stage 3, compiled", "ours", "8B blocks", {"zero": {"stage": 3}, "compile": True}),
+    Row("ours, optimizer on the host", "ours", "8B blocks", {"zero": _OFFLOAD}),
+    Row("DeepSpeed, optimizer on the host", "deepspeed", "8B blocks", {"zero": _OFFLOAD}),
+)
+
+
+def model_of(shape: Shape) -> nn.Module:
+    """The model in fp32, on the device."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=shape.hidden, num_hidden_layers=shape.layers, intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads, num_key_value_heads=max(1, shape.heads // 4), vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.tokens, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device(DEVICE):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+
+
+def operations(shape: Shape, parameters: int) -> float:
+    """Of a step: forward and backward."""
+    tokens = shape.rows * shape.tokens
+    products = parameters - shape.vocabulary * shape.hidden  # the embedding is no product
+    return tokens * (6 * products + 6 * shape.layers * shape.tokens * shape.hidden)
+
+
+def plain(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
+    """Weights in fp32, computed with under autocast."""
+    adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    if options.get("compile"):
+        for block in model.model.layers:  # type: ignore[attr-defined,union-attr]
+            block.compile()
+
+    def step() -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return step
+
+
+def fsdp2(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from launcher.comm import init_distributed
+
+    init_distributed()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.model.layers:  # type: ignore[attr-defined,union-attr]
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def step() -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return step
+
+
+def config_of(shape: Shape, options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": shape.rows,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": options["zero"],
+        "steps_per_print": 10**9,
+    }
+
+
+def _stepped(engine: Any, ids: Tensor) -> Step:
+    def step() -> Tensor:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return step
+
+
+def ours(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
+    import launcher
+
+    config = config_of(SHAPES[options["shape"]], options)
+    if options.get("compile"):
+        config["compile"] = {"enabled": True}
+    return _stepped(launcher.initialize(model=model, config=config)[0], ids)
+
+
+def deepspeed(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
+    import logging
+
+    import deepspeed as peer
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    config = config_of(SHAPES[options["shape"]], options)
+    if (
+        "offload_optimizer" not in options["zero"]
+    ):  # its own kernel takes minutes to compile; torch's is fused, too
+        adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+        del config["optimizer"]
+        return _stepped(peer.initialize(model=model, optimizer=adamw, config=config)[0], ids)
+    parameters = list(model.parameters())
+    return _stepped(peer.initialize(model=model, model_parameters=parameters, config=config)[0], ids)
+
+
+PEERS = {"plain": plain, "fsdp2": fsdp2, "deepspeed": deepspeed, "ours": ours}
+
+
+def measure(row: Row) -> dict[str, Any]:
+    """Seconds of a step, and what follows from them."""
+    name = row.shape if ON_GPU else "tiny"
+    shape = SHAPES[name]
+    model = model_of(shape)
+    parameters = sum(p.numel() for p in model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(shape.vocabulary, (shape.rows, shape.tokens), generator=generator).to(DEVICE)
+    step = PEERS[row.peer](model, ids, {**row.options, "shape": name})
+    del model
+    losses, times = [], []
+    for number in range(WARMUP + STEPS):
+        began = time.perf_counter()
+        losses.append(float(step()))  # which waits for the forward
+        if ON_GPU:
+            torch.cuda.synchronize()
+        if number >= WARMUP:
+            times.append(time.perf_counter() - began)
+    seconds = sorted(times)[len(times) // 2]
+    found = {
+        "parameters": parameters,
+        "loss": losses[-1],
+        "seconds": seconds,
+        "spread": max(times) - min(times),
+        "tokens_per_s": shape.rows * shape.tokens / seconds,
+        "tflops": operations(shape, parameters) / seconds / 1e12,
+    }
+    return found | ({"peak": torch.cuda.max_memory_allocated()} if ON_GPU else {})
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--row"]:
+        print(MARK + json.dumps(measure(ROWS[int(arguments[1])])), flush=True)
+        return
+    for number, row in enumerate(ROWS):
+        if not all(text in row.name for text in arguments):
+            continue
+        try:
+            found = json.loads(run("benchmarks.gpu.speed", ["--row", str(number)])[0])
+        except RuntimeError as error:
+            found = {"failed": str(error)}
+        print(json.dumps({"row": row.name, "shape": row.shape, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,50 @@
+"""Stepped parameters on their way from host memory, where the optimizer is, to the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from launcher.models.host_copies import recorded
+from launcher.offload.buffer_cache import BufferCache
+
+AT_ONCE = 2
+"""Buffers: one is written while the one before it travels."""
+
+
+class Upload:
+    """What steps a buffer writes its parameters here, page-locked and in their own dtype: half of the bytes of fp32
+    master weights cross the link, and the host does not wait for them.
+
+    Args:
+        memory: page-locked where there is a GPU.
+    """
+
+    def __init__(self, memory: BufferCache) -> None:
+        self._memory = memory
+        self._travelling: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    @contextmanager
+    def to(self, params: Tensor) -> Iterator[Tensor]:
+        """Yield memory for new values of `params` [numel]; `send` some of it, or all, before it ends."""
+        while len(self._travelling) >= AT_ONCE:
+            self._wait_for_oldest()
+        buffer = self._memory.take(params.numel(), params.dtype)
+        yield buffer
+        self._travelling.append((buffer, recorded(params.device)))
+
+    def _wait_for_oldest(self) -> None:
+        buffer, arrived = self._travelling.popleft()
+        if arrived is not None:
+            arrived.synchronize()
+        self._memory.give(buffer)
+
+
+def send(pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy (new values in host memory, parameters on the device), one after the other, and wait for none."""
+    for values, params in pieces:
+        params.copy_(values, non_blocking=True)

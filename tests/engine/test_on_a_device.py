@@ -1,0 +1,81 @@
+"""A step on a device beside the host: nothing mixes the two, and the host waits as seldom as it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.other_device import OTHER, third_step
+from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import SEQ, tiny_gpt2, tiny_llama
+
+ONE_WAIT = {"zero/norm.py": 1}  # [Note: one wait a step]
+INPUTS = {"models/host_copies.py": 3}  # of three blocks: on a GPU they go on a stream of their own
+LAYERS = 3
+BF16 = {"bf16": {"enabled": True}}
+CPU = {"device": "cpu"}
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **keys}}
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "stage 0": zero(0),
+    "stage 1, bf16, clipped": zero(1) | BF16 | {"gradient_clipping": 1.0},
+    "stage 2, accumulated": zero(2) | BF16 | {"gradient_accumulation_steps": 3},
+    "stage 2, fp16": zero(2) | {"fp16": {"enabled": True}},
+    "stage 3": zero(3) | BF16,
+    "stage 3, recomputed": zero(3) | BF16 | {"activation_checkpointing": {}},
+    "stage 3, inputs on the host": zero(3) | BF16 | {"activation_checkpointing": {"cpu_checkpointing": True}},
+    "stage 3, tiled loss": zero(3) | BF16 | {"tiled_loss": True},
+}
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "optimizer on the host": zero(2, offload_optimizer=CPU),
+    "optimizer on the host, accumulated": zero(2, offload_optimizer=CPU) | {"gradient_accumulation_steps": 2},
+    "all on the host": zero(3, offload_optimizer=CPU, offload_param=CPU),
+    "optimizer on NVMe": zero(3, offload_optimizer={"device": "nvme"}),
+    "all on NVMe": zero(
+        3, offload_optimizer={"device": "nvme"}, offload_param={"device": "nvme", "max_in_cpu": 0}
+    ),
+}
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.zeros(2, SEQ, dtype=torch.long, device=OTHER)
+    return {"input_ids": ids, "labels": ids}
+
+
+def crossed(ctx: RankContext, name: str, config: dict[str, Any]) -> dict[str, dict[str, int]]:
+    whole = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    kind = tiny_gpt2 if "accumulated" in name else tiny_llama
+    found = third_step(lambda: kind(layers=LAYERS), whole | config, batch)
+    return {kind: dict(found.of(kind)) for kind in ("wait", "to host", "to device", "pageable")}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_host_waits_once_a_step(pool: WorkerPool, name: str) -> None:
+    (found,) = pool.run(crossed, 1, name, MODES[name])
+    assert found["wait"] == ONE_WAIT | (INPUTS if "inputs" in name else {})
+    assert sum(found["to device"].values()) <= 1, "the flags of use"
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_what_rests_on_the_host_goes_there_and_back(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    config = BF16 | OFFLOADED[name]
+    for key in ("offload_optimizer", "offload_param"):
+        section = config["zero_optimization"].get(key)
+        if section and section["device"] == "nvme":
+            config["zero_optimization"][key] = section | {"nvme_path": str(tmp_path)}
+    (found,) = pool.run(crossed, 1, name, config)
+    sent = found["to host"].pop("models/host_copies.py")
+    added = {"zero/gradients.py": sent} if "accumulated" in name else {}  # to what the host has of this step
+    assert found["wait"] == ONE_WAIT | added, "the backward does not wait"
+    assert sent >= LAYERS and not found["to host"]
+    assert sum(found["to device"].values()) >= LAYERS or "NVMe" in name
+    # memory for what comes from a file is soon used for something else
+    assert found["pageable"].keys() <= ({"zero/flat.py"} if name == "all on NVMe" else set())
