@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all test-rest mutants lint parity upstream models stages pages cluster clients docs clean
+.PHONY: train test test-all test-rest mutants lint parity upstream models stages versions gpu pages cluster clients docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch --config ds_configs/zero2.json
@@ -65,6 +65,14 @@ models: $(VENV)/.installed-test
 stages: $(VENV)/.installed-test
 	$(BIN)/python -m tests.pipeline.parity_table
 
+# The core of the tests on older and newer versions of transformers; ONLY="NAME==VERSION ..." tries others, torch's too.
+versions: $(VENV)/.installed-test
+	$(BIN)/python -m tests.versions $(ONLY)
+
+# On a machine with a GPU: tests there, the estimate beside its memory, speed beside others. docs/gpu.md says more.
+gpu: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.gpu --seconds 1800 --speed-seconds 600
+
 # Writes docs/models.md and docs/stages.md.
 pages: $(VENV)/.installed-test
 	$(BIN)/python -m tests.tensor.models_table --write
@@ -87,7 +95,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/zensical build --clean --strict
 
 clean:
-	rm -rf site .cache $(VENV) $(CLIENTS)
+	rm -rf site .cache $(VENV) $(CLIENTS) .venv-versions
 
 # torch first: packages that look for it while they are built must find this one.
 $(VENV)/.torch: constraints.txt

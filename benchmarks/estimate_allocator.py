@@ -247,7 +247,7 @@ class Row(NamedTuple):
 
 def row(case: Case) -> Row:
     """Run a case, and estimate it."""
-    config, estimator, found = load(case.json), Estimator(case.model), measured(case)
+    config, estimator, found = load(case.json), Estimator(case.model, on_host=True), measured(case)
     ranks = []
     for rank in estimator.ranks(config, case.world):
         estimate = estimator.estimate(config, case.world, rank, case.sequence)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.ranks import DEVICE
 from launcher.monitor.devices import peak_flops
 
-_TEST = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\s+(?:\[[^\]]*\]\s+)?(tests/\S+?::\S.*?)\s*$")
+_TEST = re.compile(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED|XFAIL) (tests/.+?)(?: \([^()]*\))?$")
 MIB = 2**20
 
 
@@ -118,7 +118,7 @@ def _tests(log: Path) -> dict[str, Any]:
         return {"counts": {}, "failed": []}
     ends: dict[str, str] = {}
     for line in log.read_text(errors="replace").splitlines():
-        if match := _TEST.search(line):
+        if match := _TEST.match(line.rstrip()):
             ends.setdefault(match[2], match[1])
     failed = sorted(test for test, end in ends.items() if end in ("FAILED", "ERROR"))
     return {"counts": dict(Counter(ends.values())), "failed": failed}

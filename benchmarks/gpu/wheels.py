@@ -13,7 +13,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-BINARY = ("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "datasets", "dill", "multiprocess")
+BINARY = (
+    "pydantic",
+    "pydantic_core",
+    "annotated-types",
+    "typing-inspection",
+    "datasets",
+    "dill",
+    "multiprocess",
+)
 BINARY += ("gguf", "trl", "hjson")
 SOURCE = ("deepspeed",)  # pure Python where nothing is compiled ahead
 LIMIT_MIB = 64

@@ -22,7 +22,7 @@ def estimate_of_run(
         on_host: a run on CPUs: what is offloaded is in the memory of the device.
     """
     try:
-        estimator = Estimator(model, attention=CPU_KERNELS if on_host else GPU_KERNELS)
+        estimator = Estimator(model, attention=CPU_KERNELS if on_host else GPU_KERNELS, on_host=on_host)
         found = estimator.run(config, world, sequence)
     except Exception as error:  # whatever it is: the run is done, and its summary is written
         return f"{type(error).__name__}: {error}"

@@ -30,6 +30,7 @@ from launcher.estimate.simulated import META, SimulatedRank
 from launcher.estimate.states import StateBytes
 from launcher.models.build import build_on_meta
 from launcher.optim.build import params_of
+from launcher.optim.upload import upload_bytes
 
 LONG = 2048
 """Tokens of a sequence where nobody says how many there are."""
@@ -42,6 +43,7 @@ class Estimator:
         model: a causal LM's config.
         expert_load: tokens that the experts of the busiest rank get, compared with an even share.
         attention: kernels of the device; see `attention_kernels.py`.
+        on_host: a run on CPUs: all is in one memory.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class Estimator:
         model: PretrainedConfig,
         expert_load: float = 1.0,
         attention: Collection[str] = CPU_KERNELS,
+        *,
+        on_host: bool = False,
     ) -> None:
         self.model = build_on_meta(model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -57,6 +61,7 @@ class Estimator:
         self.sequence = min(LONG, most) if isinstance(most, int) and most > 0 else LONG
         self._portions, self._traces = RankParts(self.model), ModelTraces(self.model, expert_load, attention)
         self._states: dict[str, StateBytes] = {}
+        self._on_host = on_host
 
     def estimate(self, config: Config, world: int, rank: int = 0, sequence: int | None = None) -> Estimate:
         """Return what a rank of a run needs.
@@ -83,6 +88,8 @@ class Estimator:
         step.run()
         between = _held(paper, paper.pool.idle_bytes, 0)
         host = _host(paper) + _copies_of(resolved.checkpoint) * _written(paper, states)
+        if not self._on_host:
+            host += upload_bytes(gradient.flat for gradient in paper.gradients)
         if replicas > 1:
             host += _exchanged(paper)
         at_peak, kept = _held(paper, *step.at_peak), [held.total() for held in paper.kept()]

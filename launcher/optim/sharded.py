@@ -109,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
         self.compiles = False  # the step on the CPU may go through torch.compile
         self.early: set[FlatGradient] = set()  # stepped before the step (`in_backward.py`)
-        self._upload = Upload(zero.placements.buffers.idle)
+        self._upload = Upload(zero.placements.buffers.idle, zero.flats)
         for state in self.states.values():
             state.hide()
 
@@ -249,7 +249,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step_in_one_pass(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule) -> bool:
         flat, params = gradient.flat, gradient.flat.params_beside_master
-        if params is None or params.device == flat.master.device:
+        if params is None or not flat.steps_elsewhere:
             self._step_slices(gradient, scale, rule, params)
         else:
             with self._upload.to(params) as values:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from launcher.models.host_copies import recorded
 from launcher.offload.buffer_cache import BufferCache
+from launcher.zero.flat import FlatBuffer
 
 AT_ONCE = 2
 """Buffers: one is written while the one before it travels."""
@@ -22,10 +23,12 @@ class Upload:
 
     Args:
         memory: page-locked where there is a GPU.
+        flats: what is stepped.
     """
 
-    def __init__(self, memory: BufferCache) -> None:
+    def __init__(self, memory: BufferCache, flats: Iterable[FlatBuffer]) -> None:
         self._memory = memory
+        self._bytes = max(uploaded(flats), default=0)  # memory of one size serves all
         self._travelling: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     @contextmanager
@@ -33,8 +36,8 @@ class Upload:
         """Yield memory for new values of `params` [numel]; `send` some of it, or all, before it ends."""
         while len(self._travelling) >= AT_ONCE:
             self._wait_for_oldest()
-        buffer = self._memory.take(params.numel(), params.dtype)
-        yield buffer
+        buffer = self._memory.take(self._bytes, torch.uint8)
+        yield buffer[: params.nbytes].view(params.dtype)
         self._travelling.append((buffer, recorded(params.device)))
 
     def _wait_for_oldest(self) -> None:
@@ -42,6 +45,17 @@ class Upload:
         if arrived is not None:
             arrived.synchronize()
         self._memory.give(buffer)
+
+
+def uploaded(flats: Iterable[FlatBuffer]) -> list[int]:
+    """Return the bytes that each buffer sends, of those whose parameters are in other memory than the optimizer."""
+    stepped = [flat.params_beside_master for flat in flats if flat.steps_elsewhere]
+    return [params.nbytes for params in stepped if params is not None]
+
+
+def upload_bytes(flats: Iterable[FlatBuffer]) -> int:
+    """Return the bytes of memory that a rank needs for it."""
+    return AT_ONCE * max(uploaded(flats), default=0)
 
 
 def send(pieces: Iterable[tuple[Tensor, Tensor]]) -> None:

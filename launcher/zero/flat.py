@@ -112,7 +112,8 @@ class FlatBuffer:
         wide = torch.float32 if self.policy.fp32_master else self.dtype
         master = shard if self.sharded else self.placements.staying(self._owned_params)
         params_on = self.params_placement.device if self.sharded else device
-        self.own_master = self.trainable and (self.dtype != wide or self.optim_placement.device != params_on)
+        self.steps_elsewhere = self.optim_placement.device != params_on
+        self.own_master = self.trainable and (self.dtype != wide or self.steps_elsewhere)
         if self.own_master:
             size = self.owned.stop - self.owned.start
             master = self.placements.resting(f"{self.name}/master", size, wide, self.optim_placement)

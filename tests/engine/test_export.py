@@ -20,6 +20,7 @@ from tests.engine.driving import advance, config_of, counted_reads, engine_of, w
 from tests.pool import RankContext, WorkerPool
 from tests.pool.device import DEVICE
 from tests.pool.reference import batch, share, tiny_gpt2, tiny_llama
+from tests.versions import writes_on_main_process_only
 from tests.zero.models import stack
 
 KINDS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
@@ -107,6 +108,7 @@ def save_as_scripts_do(ctx: RankContext, tied: bool, directory: Path) -> None:
         assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
+@writes_on_main_process_only
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_rank_calls_save_pretrained(pool: WorkerPool, tied: bool, tmp_path: Path) -> None:
     pool.run(save_as_scripts_do, 2, tied, tmp_path)

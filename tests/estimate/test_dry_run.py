@@ -69,6 +69,12 @@ def test_a_microbatch_is_as_large_as_the_batch_says() -> None:
     assert left_out == said
 
 
+def kept_by_optimizer() -> int:
+    """Bytes of its gradients and states; and of this rank's weights, which it has for itself in other memory."""
+    held = rehearsed("2, optimizer offloaded", one_memory=True).between
+    return held.optimizer + held.gradients + held.parameters // WORLD
+
+
 def test_a_disk_is_counted_and_not_written_to(tmp_path: Path) -> None:
     on_disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     found = dry_run(
@@ -77,14 +83,13 @@ def test_a_disk_is_counted_and_not_written_to(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     apart = rehearsed("2, optimizer offloaded")
     assert found.between.optimizer == apart.between.optimizer == 0
-    assert found.nvme == pytest.approx(apart.host, rel=0.01)
+    assert found.nvme == pytest.approx(kept_by_optimizer(), rel=0.01)
     assert found.host < apart.host / 2
 
 
 def test_host_memory_is_told_from_the_device() -> None:
     apart, one = (rehearsed("2, optimizer offloaded", one_memory=same) for same in (False, True))
     assert one.host == 0
-    # Apart, the host has weights of its own for the optimizer: those of this rank.
-    kept = one.between.optimizer + one.between.gradients + one.between.parameters // WORLD
-    assert apart.host == pytest.approx(kept, rel=0.01)
+    uploads = apart.host - kept_by_optimizer()  # memory for stepped parameters: twice the largest buffer's
+    assert 0 < uploads < 2 * one.between.parameters // WORLD
     assert apart.between.parameters == one.between.parameters

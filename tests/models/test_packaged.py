@@ -54,12 +54,14 @@ def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     letters = [chr(33 + i) for i in range(config.vocab_size - 2)]
-    tokens = [*letters, letters[0] + letters[1], "<end>"]
+    pairs = [letters[:2], letters[2:4]]  # transformers before 5.18 takes a single one for two words
+    letters = letters[:-1]
+    tokens = [*letters, *map("".join, pairs), "<end>"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * (len(tokens) - 1) + [3])
-    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
+    writer.add_token_merges([" ".join(pair) for pair in pairs])
     writer.add_bos_token_id(len(tokens) - 1)
     writer.add_eos_token_id(len(tokens) - 1)
     writer.add_chat_template(TEMPLATE)

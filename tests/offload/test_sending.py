@@ -104,7 +104,8 @@ def test_memory_of_an_upload_is_used_again_when_it_has_arrived(monkeypatch: pyte
         said.append("new memory")
         return torch.empty(numel, dtype=dtype)
 
-    uploads, params = upload.Upload(BufferCache(make)), torch.zeros(4, dtype=torch.bfloat16)
+    uploads, params = upload.Upload(BufferCache(make), []), torch.zeros(4, dtype=torch.bfloat16)
+    uploads._bytes = params.nbytes
     for number in range(4):
         step(uploads, params, number)
         assert params.eq(number).all()
