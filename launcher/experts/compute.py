@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from launcher.experts.counts import counts_of
+
 NAME = "launcher_sorted"
 STANDS_FOR = "grouped_mm"
 
@@ -37,7 +39,7 @@ def sorted_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) 
         weights: [pairs, 1], all 1.
     """
     expert, order = index[:, 0].sort(stable=True)
-    ends = torch.bincount(expert, minlength=module.num_experts).cumsum(0).int()
+    ends = counts_of(expert, module.num_experts).cumsum(0).int()
     back = order.argsort()
     rows = _Permuted.apply(hidden, order, back)
     gated = getattr(module, "has_gate", True)  # transformers 5.0 knew no others

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from launcher.comm import Axis, all_to_all
 from launcher.errors import LauncherError
+from launcher.experts.counts import counts_of
 from launcher.models.activation import recomputing
 
 MOST = 10_000  # layers
@@ -64,7 +65,7 @@ class Routing:
         if axis.group is None and axis.degree > 1:
             flat = _rehearsed(flat, experts, axis.rank)
         named = flat.where((flat >= 0) & (flat < all_experts), all_experts)
-        counts = torch.bincount(named, minlength=all_experts + 1)[:all_experts]
+        counts = counts_of(named, all_experts + 1)[:all_experts]
         # which call it is comes first: ranks in different layers have different numbers of counts
         call = counts.new_tensor([layer[0] * len(_KINDS) + _kind_of_call()])
         of_ranks = [torch.cat([call, part]) for part in counts.split(experts)]
@@ -72,8 +73,8 @@ class Routing:
         all_to_all(of_ranks, list(told), axis, COUNTS).wait()
         kinds, told = told[:, 0], told[:, 1:]
         # the one time that the host waits for the device
-        outgoing = torch.stack([part[1:].sum() for part in of_ranks]).tolist()
-        incoming, ways = told.sum(1).tolist(), kinds.tolist()
+        sums = torch.stack([torch.stack([part[1:].sum() for part in of_ranks]), told.sum(1), kinds])
+        outgoing, incoming, ways = sums.tolist()
         if len(set(ways)) > 1:
             raise _other_calls(axis, ways, layer[1])
         order = named.argsort(stable=True)[: sum(outgoing)]
@@ -104,7 +105,7 @@ class Routing:
     @cached_property
     def starts(self) -> Tensor:
         """[T], where the pairs of each token begin in `places`."""
-        pairs = torch.bincount(self.tokens, minlength=self.shape[0])
+        pairs = counts_of(self.tokens, self.shape[0])
         return pairs.cumsum(0) - pairs
 
     def sum_of_tokens(self, pairs: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from launcher.experts.counts import counts_of
+
 MOST = 1 << 40  # of a capacity
 DROPPED = -1
 """Stands in place of an expert's number: no expert takes this pair."""
@@ -144,7 +146,7 @@ def keep_heaviest(experts: Tensor, weights: Tensor, count: int, capacity: int) -
     by_weight = weights.flatten().argsort(descending=True, stable=True)
     named = flat.where(known, count)[by_weight]
     order = by_weight[named.argsort(stable=True)]
-    counts = torch.bincount(named, minlength=count + 1)
+    counts = counts_of(named, count + 1)
     place = (
         torch.arange(len(flat), device=flat.device)
         - (counts.cumsum(0) - counts)[flat.where(known, count)[order]]

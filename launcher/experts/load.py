@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from launcher.comm import Mesh, all_reduce
 from launcher.comm.plain import gather_plain
+from launcher.experts.counts import counts_of
 from launcher.experts.gates import capacity_of
 from launcher.experts.modules import arguments_of, experts_in, number_of
 from launcher.models.activation import recomputing
@@ -43,8 +44,8 @@ class TokenCounts:
     def _count(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if module.training and not recomputing():
             index, most = arguments_of(module, args, keywords)[1].flatten(), self._counts.shape[1]
-            known = index[(index >= 0) & (index < most)]
-            counts = torch.bincount(known, minlength=most)
+            known = index.where((index >= 0) & (index < most), most)
+            counts = counts_of(known, most + 1)[:most]
             self._counts[self._row[module]] += counts
             if self._factor:
                 capacity = capacity_of(len(index), number_of(module), self._factor)

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from launcher.comm import Axis
 from launcher.errors import LauncherError, ShardedParameterError
+from launcher.experts.counts import counts_of
 from launcher.experts.dispatch import Routing, combine, dispatch
 from launcher.models.stacked_names import JOINED, apart, names_apart
 from launcher.models.state_names import persistent_buffers
@@ -137,7 +138,7 @@ class StackedExperts(nn.Module):
 
     def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Return what each row's expert makes of it, [pairs, H] -> [pairs, H]; `experts` are in order."""
-        counts = torch.bincount(experts, minlength=self.num_experts).tolist()
+        counts = counts_of(experts, self.num_experts).tolist()
         values = {name: getattr(self, key).unbind(0) for name, key in self._names.items()}
         made = [
             _first(functional_call(self._expert, {name: of[expert] for name, of in values.items()}, (part,)))

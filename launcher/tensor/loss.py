@@ -27,7 +27,10 @@ from launcher.comm import Axis, all_gather
 from launcher.errors import LauncherError
 
 IGNORED = -100
-_TILE = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements read at once: caches are small, launches cost time
+_TILE, _DEVICE_TILE = (
+    1 << 20,
+    1 << 24,
+)  # elements read at once: caches are small, and launches cost a device time
 _PIECES = 64  # at most: a piece of large logits is small beside them
 _TERMS = 3  # numbers that a rank sends for a token
 
@@ -223,7 +226,9 @@ def _tiles(logits: Tensor) -> Iterator[slice]:
     """Yield the rows of logits [T, width], a few at a time; none where there are no columns."""
     tokens, width = logits.shape
     if width:
-        step = max(1, _TILE[logits.device.type] // width, -(-tokens // _PIECES))
+        step = max(
+            1, (_TILE if logits.device.type == "cpu" else _DEVICE_TILE) // width, -(-tokens // _PIECES)
+        )
         for first in range(0, tokens, step):
             yield slice(first, min(first + step, tokens))
 
@@ -235,7 +240,7 @@ def _wide(logits: Tensor) -> torch.dtype:
 def _check(labels: Tensor, settings: LossOptions) -> None:
     """Check labels: no rank has the logit of a label that is no vocabulary id, so none would miss it."""
     wrong = (labels != settings.ignore_index) & ((labels < 0) | (labels >= settings.vocabulary))
-    if labels.device.type == "cuda":  # no waiting for the device; torch's own loss does the same
+    if labels.device.type != "cpu":  # no waiting for the device; torch's own loss does the same
         torch._assert_async(~wrong.any(), "a label is not in the vocabulary")
         return
     if wrong.any():

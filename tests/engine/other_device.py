@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,10 +44,15 @@ class Crossing(NamedTuple):
 
 
 class Crossings(TorchDispatchMode):
-    """Counts them. What has no value is 1 for the host."""
+    """Counts them.
 
-    def __init__(self) -> None:
+    Args:
+        value: that the host finds in what has none.
+    """
+
+    def __init__(self, value: int = 1) -> None:
         super().__init__()
+        self._value = value
         self.found: Counter[Crossing] = Counter()
 
     def __torch_dispatch__(
@@ -56,10 +63,16 @@ class Crossings(TorchDispatchMode):
         to_host = torch.device(kwargs.get("device") or OTHER).type == "cpu"
         if name == OPERATOR("_local_scalar_dense") and first.is_meta:
             self._note("wait")
-            return 1.0 if first.is_floating_point() else 1
+            return float(self._value) if first.is_floating_point() else self._value
         if name == OPERATOR("_to_copy") and first.is_meta and to_host:
             self._note("wait")
-            return torch.ones(first.shape, dtype=kwargs.get("dtype") or first.dtype)
+            return torch.full(first.shape, self._value, dtype=kwargs.get("dtype") or first.dtype)
+        if name == OPERATOR("nonzero") and first.is_meta:  # its size is a value
+            self._note("wait")
+            return torch.empty(first.numel(), first.dim(), dtype=torch.long, device=OTHER)
+        if name == OPERATOR("bincount") and first.is_meta:  # it looks for the largest
+            self._note("wait")
+            return torch.empty(max(args[2:3] or [kwargs.get("minlength", 0)]), dtype=torch.long, device=OTHER)
         if name == OPERATOR("copy_") and first.is_meta and not args[1].is_meta:
             self._note("to device" if _at_once(args) else "pageable")
             return first
@@ -104,6 +117,7 @@ def other_device() -> Iterator[None]:
     plain = torch.is_autocast_enabled
     with (
         patch("torch.is_autocast_enabled", lambda kind="cpu": kind != OTHER.type and plain(kind)),
+        patch("launcher.zero.features.copies.check_copies"),  # of values, in the first step
         patch.dict(setup.BACKENDS, meta="gloo"),
         patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: devices),
     ):
@@ -111,19 +125,29 @@ def other_device() -> Iterator[None]:
 
 
 def third_step(
-    model: Callable[[], nn.Module], config: dict[str, Any], batch: Callable[[], dict[str, Tensor]]
+    model: Callable[[], nn.Module],
+    config: dict[str, Any],
+    batch: Callable[[], dict[str, Tensor]],
+    world: int = 1,
 ) -> Crossings:
-    """Return what crossed in the third step of an engine on the other device."""
+    """Return what crossed in the third step of an engine on the other device.
+
+    Args:
+        world: ranks, of which this process plays the first.
+    """
+    if world > 1:
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     with other_device():
         torch.manual_seed(0)
         whole = model().to(OTHER)
         whole.tie_weights()  # type: ignore[operator]
-        with Crossings():
+        with Crossings(world):
             engine: Any = launcher.initialize(model=whole, config=config, device=OTHER)[0]
         for _ in range(3):
-            with Crossings() as crossings:
-                for _ in range(engine.gradient_accumulation_steps()):
-                    engine.backward(engine(**batch()).loss)
-                    engine.step()
+            with Crossings(world) as crossings:
+                number = engine.gradient_accumulation_steps()
+                engine.train_microbatches([batch()] * number, [1 / number] * number)
+                engine.step()
         engine.destroy()
     return crossings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.other_device import OTHER, third_step
+from tests.experts.families import model_of as mixture
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import SEQ, tiny_gpt2, tiny_llama
 
@@ -50,10 +52,12 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def crossed(ctx: RankContext, name: str, config: dict[str, Any]) -> dict[str, dict[str, int]]:
+def crossed(ctx: RankContext, name: str, config: dict[str, Any], world: int = 1) -> dict[str, dict[str, int]]:
     whole = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    kind = tiny_gpt2 if "accumulated" in name else tiny_llama
-    found = third_step(lambda: kind(layers=LAYERS), whole | config, batch)
+    model = partial(tiny_gpt2 if "accumulated" in name else tiny_llama, layers=LAYERS)
+    if "experts" in name:
+        model = partial(mixture, "plain")
+    found = third_step(model, whole | config, batch, world)
     return {kind: dict(found.of(kind)) for kind in ("wait", "to host", "to device", "pageable")}
 
 
@@ -79,3 +83,28 @@ def test_what_rests_on_the_host_goes_there_and_back(pool: WorkerPool, tmp_path: 
     assert sum(found["to device"].values()) >= LAYERS or "NVMe" in name
     # memory for what comes from a file is soon used for something else
     assert found["pageable"].keys() <= ({"zero/flat.py"} if name == "all on NVMe" else set())
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "stage 1": zero(1),
+    "stage 3": zero(3),
+    "stage 3, in groups": zero(3, mics_shard_size=2),
+    "stage 3, weights in groups": zero(3, zero_hpz_partition_size=2),
+    "stage 2, optimizer on the host": zero(2, offload_optimizer=CPU),
+    "tensor parallel": zero(1) | {"tensor_parallel": {"autotp_size": 2}},
+    "tensor and sequence parallel": zero(1)
+    | {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}},
+    "Ulysses": zero(3) | {"sequence_parallel_size": 2},
+    "ring": zero(2) | {"context_parallel": {"ring": 2}},
+    "experts": zero(1) | {"expert_parallel": {"size": 2}},
+    "experts, gathered": zero(3),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_with_other_ranks(pool: WorkerPool, name: str) -> None:
+    """One process plays the first of four ranks; what the others would send has any values."""
+    (found,) = pool.run(crossed, 1, name, BF16 | SHARED[name], 4)
+    counts = {"experts/dispatch.py": 2} if name == "experts" else {}  # each of two layers: how many tokens go where
+    assert found["wait"] == ONE_WAIT | counts
+    assert not found["pageable"]

@@ -51,7 +51,7 @@ def test_shares_put_together_are_torchs_loss(problem: Any, chunk: int) -> None:
     upstream = torch.linspace(1.0, 2.0, len(labels))
     parts = torch.full((len(widths), 3, len(labels)), torch.nan)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(loss._TILE, "cpu", chunk)
+        patch.setattr(loss, "_TILE", chunk)
         for part, share, own in zip(parts, shares, settings, strict=True):
             loss.fill_terms(part, share, labels, own)
         numbers = loss.combine(parts)
