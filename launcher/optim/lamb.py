@@ -71,8 +71,10 @@ class Lamb(WholeOptimizer):
                 squares[1, i] = _square(self._update(each.slice, each.group))
         if flat.shards_optim:
             all_reduce(squares, flat.axis, "optimizer/lamb").wait()
-        ratios = (squares[0] / squares[1]).sqrt().tolist()
-        both = (squares > 0).all(0).tolist()
+        known = (squares > 0).all(0).double()
+        ratios, both = torch.stack(
+            [(squares[0] / squares[1]).sqrt(), known]
+        ).tolist()  # the host waits here, once
         for each, ratio, known in zip(stepped, ratios, both, strict=True):
             if each.slice is not None:
                 group = each.group
