@@ -33,7 +33,8 @@ class Upload:
 
     @contextmanager
     def to(self, params: Tensor) -> Iterator[Tensor]:
-        """Yield memory for new values of `params` [numel]; `send` some of it, or all, before it ends."""
+        """Yield memory for new values of `params` [numel]; copy some or all of it there before this ends, and do not
+        wait."""
         while len(self._travelling) >= AT_ONCE:
             self._wait_for_oldest()
         buffer = self._memory.take(self._bytes, torch.uint8)
@@ -56,9 +57,3 @@ def uploaded(flats: Iterable[FlatBuffer]) -> list[int]:
 def upload_bytes(flats: Iterable[FlatBuffer]) -> int:
     """Return the bytes of memory that a rank needs for it."""
     return AT_ONCE * max(uploaded(flats), default=0)
-
-
-def send(pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy (new values in host memory, parameters on the device), one after the other, and wait for none."""
-    for values, params in pieces:
-        params.copy_(values, non_blocking=True)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from launcher.comm import Pending, all_reduce, reduce_scatter
 from launcher.models.gradients import put_gradient, seen_gradient
-from launcher.models.host_copies import send_to_host
 from launcher.offload.offloaded import OffloadedTensor
 from launcher.offload.placement import Placement
 from launcher.offload.tier import memory
@@ -306,6 +305,8 @@ class FlatGradient:
             if self.sharded and self.kept:
                 owned.add_(mine.to(owned.device))
             elif self._lands:
+                from launcher.models.host_copies import send_to_host
+
                 self._arrival = send_to_host(owned, mine)
             else:
                 owned.copy_(mine)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from launcher.offload.buffer_cache import BufferCache
 from launcher.optim import upload
-from launcher.zero import gradients
 from launcher.zero.gradients import FlatGradient
 from tests.engine.driving import advance, config_of, engine_of, whole_state, whole_weights
 from tests.pool import RankContext, WorkerPool
@@ -50,7 +49,7 @@ def trained(
     with ExitStack() as patches:
         patches.enter_context(patch.object(FlatGradient, "_lands", lands))
         if late:
-            patches.enter_context(patch.object(gradients, "send_to_host", Late))
+            patches.enter_context(patch("launcher.models.host_copies.send_to_host", Late))
         engine = engine_of(config)
         losses = advance(engine, ctx, range(STEPS))
         state, weights = whole_state(engine), whole_weights(engine)
@@ -92,7 +91,7 @@ class Recorded:
 def step(uploads: upload.Upload, params: Tensor, number: int) -> None:
     with uploads.to(params) as values:
         values.fill_(number)
-        upload.send([(values, params)])
+        params.copy_(values, non_blocking=True)
 
 
 def test_memory_of_an_upload_is_used_again_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
