@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu [--seconds 540] [--out DIR] [STAGE ...]
 
-Stages: ranks (do ranks reach each other here), then smoke (commands of the README), parity (the tests, on the GPU) and
-memory (the estimate), which are no matter of time and run side by side, then speed. Each leaves its output in
-DIR/STAGE.log; when the time is up, report.md and results.json have what there is. The machine needs the packages of
-`make test`, or those that `python -m benchmarks.gpu.wheels` brings; on one without a GPU the same runs on CPUs.
+Stages: ranks (do ranks reach each other here), smoke (commands of the README), memory (the estimate), parity (the
+tests, on the GPU), speed. Each leaves its output in DIR/STAGE.log; when the time is up, report.md and results.json have
+what there is. The machine needs the packages of `make test`, or those that `python -m benchmarks.gpu.wheels` brings; on
+one without a GPU the same runs on CPUs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.gpu.ranks import DEVICE
@@ -31,12 +33,13 @@ LAUNCH = f"{PYTHON} -c 'from launcher.cli.main import command; command()'"
 STAGES = {
     "ranks": f"{PYTHON} -m benchmarks.gpu.ranks",
     "smoke": f"{PYTHON} -m benchmarks.gpu.smoke",
-    "parity": f"{PYTHON} -m pytest --device {DEVICE} -v -n {{workers}} --dist loadfile --timeout 60 --maxfail 400 "
+    "parity": f"{PYTHON} -m pytest --device {DEVICE} -v -n {{workers}} --dist loadfile --timeout 180 --maxfail 400 "
     f"-p no:cacheprovider -W ignore --tb=short {TESTS}",
     "memory": f"{PYTHON} -m benchmarks.gpu.memory",
     "speed": f"{PYTHON} -m benchmarks.gpu.speed",
 }
-TOGETHER = (("ranks",), ("smoke", "parity", "memory"), ("speed",))  # speed is measured alone
+ORDER = ("ranks", "smoke", "memory", "parity", "speed")
+GRACE_S = 20.0
 
 
 def main() -> int:
@@ -45,7 +48,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="default: runs/gpu")
     parser.add_argument("--speed-seconds", type=float, default=150.0, help="of them for speed; default: 150")
     parser.add_argument(
-        "--workers", type=int, default=max(1, (os.cpu_count() or 2) // 3), help="of the tests"
+        "--workers", type=int, default=2, help="of the tests, each with ranks of its own; default: 2"
     )
     parser.add_argument("--tests", default="", help="arguments for pytest in place of its own list")
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}; default: all")
@@ -54,10 +57,9 @@ def main() -> int:
     wanted = args.stages or list(STAGES)
     end = time.monotonic() + args.seconds
     codes: dict[str, int] = {}
-    for group in TOGETHER:
-        stages = [stage for stage in group if stage in wanted]
-        limit = end if group == TOGETHER[-1] or "speed" not in wanted else end - args.speed_seconds
-        codes |= _run({stage: _command(stage, args) for stage in stages}, args.out, limit)
+    for stage in (stage for stage in ORDER if stage in wanted):
+        limit = end if stage == "speed" or "speed" not in wanted else end - args.speed_seconds
+        codes[stage] = _run(stage, _command(stage, args), args.out, limit)
         if codes.get("ranks"):
             break  # nothing else would come to an end
     return write(args.out, codes)
@@ -68,25 +70,26 @@ def _command(stage: str, args: argparse.Namespace) -> str:
     return command.replace(TESTS, args.tests) if args.tests else command
 
 
-def _run(commands: dict[str, str], out: Path, end: float) -> dict[str, int]:
-    """Run commands side by side, until `end`; their exit codes, 124 where the time was up."""
+def _run(stage: str, command: str, out: Path, end: float) -> int:
+    """Run a command until `end`; its exit code, 124 where the time was up."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    running = {}
-    for stage, command in commands.items():
-        with (out / f"{stage}.log").open("w") as log:
-            running[stage] = subprocess.Popen(
-                command, shell=True, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-    codes = {}
-    for stage, process in running.items():
-        try:
-            codes[stage] = process.wait(max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 15)
-            codes[stage] = 124
-        print(f"{stage}: exit code {codes[stage]}", flush=True)
-    return codes
+    with (out / f"{stage}.log").open("w") as log:
+        process = subprocess.Popen(
+            command, shell=True, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        code = process.wait(max(0.1, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        code = 124
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):  # what follows is measured alone
+            process.wait(GRACE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    print(f"{stage}: exit code {code}", flush=True)
+    return code
 
 
 if __name__ == "__main__":

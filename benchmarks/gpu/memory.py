@@ -91,6 +91,7 @@ MODES = (
 
 def measure(mode: Mode) -> dict[str, Any]:
     """Bytes of this rank in its third step, and what its process has on the card."""
+    others = _used() if ON_GPU else 0
     launcher.comm.init_distributed()
     config = mode.architecture
     torch.manual_seed(0)
@@ -107,15 +108,19 @@ def measure(mode: Mode) -> dict[str, Any]:
         loss = float(engine.train_batch(iter(batches)))
     found = {"loss": loss, "seconds": time.monotonic() - began}
     if ON_GPU:
-        free, total = torch.cuda.mem_get_info()
         found |= {
             "peak": torch.cuda.max_memory_allocated(),
             "between": between,
             "reserved": torch.cuda.max_memory_reserved(),
-            "card": total - free,
+            "card": _used() - others,  # of both ranks, where they share it
         }
     engine.destroy()
     return found
+
+
+def _used() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def row(mode: Mode) -> dict[str, Any]:

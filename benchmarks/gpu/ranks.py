@@ -62,10 +62,12 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
     if DEVICE == "cpu":
         return {**shared, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = mask.split(",") if mask else [str(index) for index in range(torch.cuda.device_count())]
     return {
         **shared,
         "LOCAL_RANK": "0",
-        "CUDA_VISIBLE_DEVICES": str(rank % torch.cuda.device_count()),
+        "CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)],
         "NCCL_HOSTID": f"rank {rank}",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",

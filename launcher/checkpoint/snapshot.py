@@ -10,14 +10,14 @@ read into belong to the main thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from launcher.checkpoint.slices import FlatSlice
+from launcher.models.host_copies import recorded
 
 STEADY = "model/", "optimizer/"
 """Names that begin so are of what an optimizer step alone changes."""
@@ -42,11 +42,11 @@ class Snapshot:
         """
         waiting = {name: tensor for name, tensor in tensors.items() if later and _is_steady(name, tensor)}
         copies = {name: self._copy(name, tensor) for name, tensor in tensors.items() if name not in waiting}
-        on_device = any(tensor.device.type == "cuda" for tensor in waiting.values())
-        ready = torch.cuda.current_stream().record_event() if on_device else None
+        device = next((tensor.device for tensor in waiting.values() if tensor.device.type == "cuda"), None)
+        ready = None if device is None else recorded(device)
 
         def finish() -> dict[str, Tensor | FlatSlice]:
-            with _stream_after(ready):
+            with _stream_after(ready, device):
                 rest = {name: self._copy(name, tensor) for name, tensor in waiting.items()}
             return {name: rest[name] if name in rest else copies[name] for name in tensors}
 
@@ -67,10 +67,15 @@ def _is_steady(name: str, tensor: Tensor | FlatSlice) -> bool:
     return name.startswith(STEADY) and isinstance(tensor, FlatSlice) and tensor.in_memory
 
 
-def _stream_after(ready: Any) -> Any:
-    """Return the context of a new stream that waits for an event; without one, of nothing."""
+@contextmanager
+def _stream_after(ready: torch.cuda.Event | None, device: torch.device | None) -> Iterator[None]:
+    """Work on a new stream that waits for an event; without one, on that of the thread. A thread begins on the first
+    GPU, whichever its process uses."""
     if ready is None:
-        return nullcontext()
-    stream = torch.cuda.Stream()
-    stream.wait_event(ready)
-    return torch.cuda.stream(stream)
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            yield

@@ -106,6 +106,8 @@ def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
         "LAUNCHER_RUN": job.id,
         "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
     }
+    if device == "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = ""  # a script of others would take a GPU where it sees one
     if flags.term_grace:
         variables["LAUNCHER_TERM_GRACE"] = str(flags.term_grace)
     if job.source is not None:

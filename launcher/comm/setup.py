@@ -30,6 +30,8 @@ def pick_device(wanted: str = "auto") -> torch.device:
         raise ConfigError("device cuda was asked for, but torch finds no GPU here", fix="use --device cpu")
     take_ranks()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if _bound_by_slurm(local_rank):
+        local_rank = 0
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}",
@@ -37,6 +39,12 @@ def pick_device(wanted: str = "auto") -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def _bound_by_slurm(local_rank: int) -> bool:
+    """Return whether srun shows this rank its own GPU alone (--gpus-per-task=1), which is then the first."""
+    by_srun = os.environ.get("SLURM_LOCALID") == str(local_rank) and "LAUNCHER_PID" not in os.environ
+    return by_srun and torch.cuda.device_count() == 1
 
 
 def init_distributed(

@@ -58,7 +58,7 @@ def open_placements(
     placements.states = STATES.get(kind, 2)
     writes = optim.buffer_count if optim is not None and optim.pipeline_write else 0
     pins = [bool(section.pin_memory) for section in (params, optim) if section is not None]
-    placements.buffers = HostBuffers(writes, pin=None if all(pins) else False, make=make)
+    placements.buffers = HostBuffers(writes, pin=all(pins) and device.type == "cuda", make=make)
     weakref.finalize(placements, _close, list(opened.values()))
     return placements
 

@@ -67,7 +67,7 @@ class Routing:
         named = flat.where((flat >= 0) & (flat < all_experts), all_experts)
         counts = counts_of(named, all_experts + 1)[:all_experts]
         # which call it is comes first: ranks in different layers have different numbers of counts
-        call = counts.new_tensor([layer[0] * len(_KINDS) + _kind_of_call()])
+        call = counts.new_full((1,), layer[0] * len(_KINDS) + _kind_of_call())
         of_ranks = [torch.cat([call, part]) for part in counts.split(experts)]
         told = of_ranks[axis.rank].repeat(axis.degree, 1)  # [from each rank, own experts and the kind]
         all_to_all(of_ranks, list(told), axis, COUNTS).wait()

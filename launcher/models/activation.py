@@ -72,6 +72,9 @@ class Checkpointer:
         named = {
             key: value for key, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad
         }
+        if not any(_on_device(value) for value in (*args, *named.values())):
+            # torch keeps the random state of devices that it sees among the positional arguments
+            named |= dict([item for item in kwargs.items() if _on_device(item[1])][:1])
         args, kwargs = (*args, *named.values()), {key: kwargs[key] for key in kwargs if key not in named}
         names = tuple(named)
 
@@ -156,6 +159,10 @@ def checkpoint_blocks(
         module.forward = CheckpointedForward(name, module, checkpointer)  # type: ignore[method-assign, assignment]
     checkpointer.names = [name for name, _ in chosen]
     return checkpointer
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_cpu
 
 
 def synchronize_device() -> None:

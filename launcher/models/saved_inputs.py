@@ -118,7 +118,10 @@ class SavedInputs:
         return kept
 
     def _keep(self, tensor: Tensor) -> SavedInput:
-        axis, on_host = self.keeping.axis, self.keeping.on_host
+        axis = self.keeping.axis
+        on_host = (
+            self.keeping.on_host and tensor.numel() > 0
+        )  # checkpoints of torch 2.11 save an empty one, too
         split = axis.degree > 1 and tensor.is_floating_point() and tensor.numel() >= axis.degree
         piece = tensor.detach().reshape(-1)  # [numel]
         if split:

@@ -229,7 +229,9 @@ class IoQueue:
         """Return this thread's part of the memory for what cannot go straight; [block_size]."""
         with self._lock:
             if self._bounce is None:
-                self._bounce = buffer(self.in_flight * self.block_size, torch.uint8).view(self.in_flight, -1)
+                # not page-locked: in a thread that would open a context on the first GPU
+                bounce = buffer(self.in_flight * self.block_size, torch.uint8, pin=False)
+                self._bounce = bounce.view(self.in_flight, -1)
         return self._bounce[index]
 
 

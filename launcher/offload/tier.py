@@ -58,8 +58,9 @@ def buffer(numel: int, dtype: torch.dtype, *, pin: bool | None = None) -> Tensor
     size = numel * dtype.itemsize
     if size == 0:
         return torch.empty(numel, dtype=dtype)
-    pages = _mapped(padded(size))
-    if torch.cuda.is_available() if pin is None else pin:
+    locks = torch.cuda.is_available() if pin is None else pin
+    pages = _mapped(padded(size), forks=not locks)
+    if locks:
         _lock_pages(pages)
     return torch.frombuffer(pages, dtype=torch.uint8)[:size].view(dtype)
 
@@ -73,12 +74,18 @@ def memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _mapped(size: int) -> np.ndarray:
+def _mapped(size: int, *, forks: bool = True) -> np.ndarray:
     """Return new memory, uint8 [size], in huge pages where it is large: direct I/O on them is twice as fast, as a
-    request is then a few long pieces for the disk and not one of every 4096 bytes."""
+    request is then a few long pieces for the disk and not one of every 4096 bytes.
+
+    Args:
+        forks: forked processes (a DataLoader's workers) have it, too. Linux would copy locked pages for each at once.
+    """
     large = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     room = size + HUGE_PAGE if large else size  # what is never touched takes no memory
     mapping = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not forks and hasattr(mmap, "MADV_DONTFORK"):
+        mapping.madvise(mmap.MADV_DONTFORK)
     pages = np.frombuffer(mapping, np.uint8)
     if not large:
         return pages

@@ -56,9 +56,17 @@ def from_config(config: OptimizerConfig) -> OptimizerFactory:
     if name in FUSED and not keywords.get("foreach") and not keywords.get("differentiable"):
         keywords["fused"] = keywords.get("fused") is not False
     cls = getattr(torch.optim, name)
+    if name == "Adagrad" and keywords.get("fused"):
+        return partial(_adagrad, keywords)
     if not config.params.bias_correction:
         cls = {"Adam": UncorrectedAdam, "AdamW": UncorrectedAdamW}[name]
     return lambda groups: cls(groups, **keywords)
+
+
+def _adagrad(keywords: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make it fused where all it steps is on the CPU: torch 2.11 refuses that on GPUs."""
+    devices = {p.device.type for group in groups for p in group["params"]}
+    return torch.optim.Adagrad(groups, **{**keywords, "fused": devices <= {"cpu"}})
 
 
 def _muon(params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -67,11 +67,13 @@ class Muon(WholeOptimizer):
 
     @torch.no_grad()
     def finish(self, stepped: list[Stepped]) -> None:
-        by_axis: dict[Axis, list[Stepped]] = {}  # experts that are spread lie on an axis of their own
+        # Experts that are spread lie on an axis of their own. A part may be on the host: the same part on all ranks.
+        alike: dict[tuple[Axis, torch.device], list[Stepped]] = {}
         for each in stepped:
             if each.group["use_muon"]:
-                by_axis.setdefault(each.slot.flat.axis, []).append(each)
-        for matrices in by_axis.values():
+                flat = each.slot.flat
+                alike.setdefault((flat.axis, flat.optim_placement.device), []).append(each)
+        for matrices in alike.values():
             self._step_matrices(matrices)
         self._updates.clear()
 

@@ -50,7 +50,7 @@ def norm_and_use(zero: ZeroModel, more: Tensor | None = None) -> tuple[Tensor, l
     slots = zero.trainable_slots
     flags = [*(slot.used for slot in slots), any(gradient.discarded for gradient in zero.gradients)]
     used = torch.tensor(flags, dtype=torch.float64)
-    report = torch.cat([of_host.reshape(1), used]).to(device)
+    report = torch.cat([of_host.reshape(1), used]).to(device, non_blocking=True)
     report[0].add_(squares)
     if more is not None:
         report = torch.cat([report, more])

@@ -146,7 +146,10 @@ def _environment(place: Place) -> dict[str, str]:
 def _one_gpu(rank: int) -> dict[str, str]:
     """What a rank needs to see one GPU, and to share it: NCCL refuses two ranks of one host on a GPU, so each says that
     it is a host of its own; they then talk over the loopback interface."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    import torch
+
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = mask.split(",") if mask else [str(index) for index in range(torch.cuda.device_count())]
     return {
         "CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)],
         "LOCAL_RANK": "0",

@@ -100,6 +100,7 @@ def _copies(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -
     copies = []
     for (own, part, slot), total in zip(found, totals, strict=True):
         mean = total / part.holders
+        own = own.to(mean.device)  # a gradient may be in host memory
         copies.append(_Copy(slot, float(mean.abs().max()), float((mean - own).abs().max())))
     return copies
 

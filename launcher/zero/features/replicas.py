@@ -128,8 +128,12 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def digests(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the same as numbers; none for none."""
-    return checksums(tensors).tolist() if tensors else []
+    """Return the same as numbers; none for none. The tensors may be on several devices, each of which is waited for."""
+    found: dict[int, int] = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        found |= zip(places, checksums([tensors[place] for place in places]).tolist(), strict=True)
+    return [found[place] for place in range(len(tensors))]
 
 
 def _bits(tensor: Tensor) -> Tensor:
