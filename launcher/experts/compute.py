@@ -42,11 +42,10 @@ def sorted_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) 
     ends = counts_of(expert, module.num_experts).cumsum(0).int()
     back = order.argsort()
     rows = _Permuted.apply(hidden, order, back)
-    gated = getattr(module, "has_gate", True)  # transformers 5.0 knew no others
-    inner = _linear(module, "gate_up_proj" if gated else "up_proj", rows, expert, ends)
-    inner = module._apply_gate(inner) if gated else module.act_fn(inner)
+    inner = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, expert, ends)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     out = _linear(module, "down_proj", inner, expert, ends)
-    if getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False):  # newer than transformers 5.17
         out = module.post_expert_norm(out)
     result: Tensor = _Permuted.apply(out, back, order)
     return result

@@ -75,7 +75,6 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) 
             where=config.name_or_path or "the model's config.json",
             fix="use the config of a causal language model that the installed transformers knows",
         ) from error
-    model.tie_weights()  # transformers 5.0 leaves that out on meta
     switch_off_cache(model)
     return model.train()
 

@@ -119,9 +119,7 @@ class SavedInputs:
 
     def _keep(self, tensor: Tensor) -> SavedInput:
         axis = self.keeping.axis
-        on_host = (
-            self.keeping.on_host and tensor.numel() > 0
-        )  # checkpoints of torch 2.11 save an empty one, too
+        on_host = self.keeping.on_host and tensor.numel() > 0  # torch 2.11 saves an empty one, too
         split = axis.degree > 1 and tensor.is_floating_point() and tensor.numel() >= axis.degree
         piece = tensor.detach().reshape(-1)  # [numel]
         if split:

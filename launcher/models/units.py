@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 EXPERTS = frozenset({"is_transposed", "has_bias"})
-"""Attributes that `use_experts_implementation` of transformers gives to the experts of every model, since 5.0."""
+"""Attributes that `use_experts_implementation` of transformers gives to the experts of every model."""
 
 SPREAD = "_launcher_all_experts"
 """On a module of experts, of which a rank has some: how many all ranks have (`experts/`)."""

@@ -72,9 +72,8 @@ class Lamb(WholeOptimizer):
         if flat.shards_optim:
             all_reduce(squares, flat.axis, "optimizer/lamb").wait()
         known = (squares > 0).all(0).double()
-        ratios, both = torch.stack(
-            [(squares[0] / squares[1]).sqrt(), known]
-        ).tolist()  # the host waits here, once
+        # the host waits here, once
+        ratios, both = torch.stack([(squares[0] / squares[1]).sqrt(), known]).tolist()
         for each, ratio, known in zip(stepped, ratios, both, strict=True):
             if each.slice is not None:
                 group = each.group

@@ -272,7 +272,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if slot.used and slot.name in self._group_of:
                 tensor = self.tensors[slot.name]
                 zeros = partial(self.states[gradient].zeros, slot.name)
-                stepped |= {slot: into[slot]} if slot in into else {}
+                if slot in into:
+                    stepped[slot] = into[slot]
                 item = one_pass.FusedSlice(tensor.data, part, self.inner.state[tensor], into.get(slot), zeros)
                 by_group.setdefault(self._group_of[slot.name], []).append(item)
         for index, items in by_group.items():
