@@ -20,7 +20,8 @@ from launcher.estimate.offloaded_bytes import OffloadedBytes, gradients_of, mast
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.states import StateBytes
 from launcher.estimate.tiers import CountingTier
-from launcher.optim.states import FlatState, step_in_turn
+from launcher.optim.sharded import step_in_turn
+from launcher.optim.states import FlatState
 from launcher.pipeline.schedules import schedule
 from launcher.zero.apply import fill, lay_out
 from launcher.zero.flat import FlatBuffer

@@ -13,16 +13,18 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import zip_longest
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from launcher.comm import Pending
 from launcher.errors import MisplacedCallError
 from launcher.offload.offloaded import OffloadedSlice
 from launcher.optim import one_pass
-from launcher.optim.states import FlatState, step_in_turn, step_together
+from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.features.user_gradients import engine_optimizers
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+StepBuffer = Callable[[FlatGradient], bool]
+"""Steps what is owned of a buffer; returns whether the parameters beside the master weights were written, too."""
+FinishBuffers = Callable[[Sequence[FlatGradient]], None]
+"""Does the second half of the step of buffers, which needs whole parameters."""
 
 
 class _Steps(Protocol):
@@ -374,3 +380,55 @@ class ShardedOptimizer(torch.optim.Optimizer):
         from launcher.optim.saved_groups import take_options
 
         take_options(self.param_groups, state_dict, self.group_names())
+
+
+# ---- the order of a step, which the memory estimate goes through, too -----------------------
+
+
+def step_in_turn(
+    batches: Iterable[Sequence[FlatState]], step: StepBuffer, finish: FinishBuffers, *, ahead: bool
+) -> list[Pending]:
+    """Step batches of buffers one after the other.
+
+    Args:
+        batches: What is stepped together.
+        ahead: The following batch is read meanwhile; False reads nothing before its turn.
+
+    Returns:
+        What brings the parameters to every rank, to be waited for.
+    """
+    pending: list[Pending] = []
+    for states in _read_ahead(batches, ahead=ahead):
+        pending += step_together(states, step, finish)
+    return pending
+
+
+def step_together(states: Sequence[FlatState], step: StepBuffer, finish: FinishBuffers) -> list[Pending]:
+    """Step buffers, let go of what rests, start bringing the parameters to every rank."""
+    written = [_step_shown(state, step) for state in states]
+    finish([state.gradient for state in states])
+    pending: list[Pending] = []
+    for state, beside in zip(states, written, strict=True):
+        if state.is_offloaded:
+            state.hide()
+        state.gradient.rest(changed=False)
+        pending += state.flat.publish(written=beside)
+    return pending
+
+
+def _step_shown(state: FlatState, step: StepBuffer) -> bool:
+    if state.is_offloaded:
+        state.fetch()
+        state.show()
+    return step(state.gradient)
+
+
+def _read_ahead(batches: Iterable[Sequence[FlatState]], *, ahead: bool) -> Iterator[Sequence[FlatState]]:
+    """Yield batches one after the other, each after the reading of the following one has started."""
+    every = list(batches)
+    nothing: Sequence[FlatState] = ()
+    for batch, following in zip_longest(every, every[1:], fillvalue=nothing):
+        for state in following if ahead else ():
+            if state.is_offloaded:
+                state.fetch()
+        yield batch

@@ -1,5 +1,4 @@
-"""The optimizer's state of a flat buffer that rests in a tier, one flat tensor for each of its states; and the order in
-which buffers come, are stepped and go.
+"""The optimizer's state of a flat buffer that rests in a tier: one flat tensor for each of its states.
 
 The inner optimizer makes its states when it steps a parameter for the first time. `hide` takes them out of its hands,
 `show` gives them back as views of what was read. In between it holds empty tensors under the same keys.
@@ -7,24 +6,17 @@ The inner optimizer makes its states when it steps a parameter for the first tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import Pending
 from launcher.monitor.memory import trim_malloc
 from launcher.offload.offloaded import OffloadedSlice, OffloadedTensor
 from launcher.offload.tier import memory
 from launcher.zero import ParamSlice
 from launcher.zero.gradients import FlatGradient
-
-StepBuffer = Callable[[FlatGradient], bool]
-"""Steps what is owned of a buffer; returns whether the parameters beside the master weights were written, too."""
-FinishBuffers = Callable[[Sequence[FlatGradient]], None]
-"""Does the second half of the step of buffers, which needs whole parameters."""
 
 
 class FlatState:
@@ -151,55 +143,3 @@ class FlatState:
             name, size = f"{self.flat.name}/{key}", self.flat.owned.stop - self.flat.owned.start
             self._resting[key] = self.flat.placements.resting(name, size, dtype, self.flat.optim_placement)
         return self._resting[key]
-
-
-# ---- the order of a step, which the memory estimate goes through, too -----------------------
-
-
-def step_in_turn(
-    batches: Iterable[Sequence[FlatState]], step: StepBuffer, finish: FinishBuffers, *, ahead: bool
-) -> list[Pending]:
-    """Step batches of buffers one after the other.
-
-    Args:
-        batches: What is stepped together.
-        ahead: The following batch is read meanwhile; False reads nothing before its turn.
-
-    Returns:
-        What brings the parameters to every rank, to be waited for.
-    """
-    pending: list[Pending] = []
-    for states in _read_ahead(batches, ahead=ahead):
-        pending += step_together(states, step, finish)
-    return pending
-
-
-def step_together(states: Sequence[FlatState], step: StepBuffer, finish: FinishBuffers) -> list[Pending]:
-    """Step buffers, let go of what rests, start bringing the parameters to every rank."""
-    written = [_step_shown(state, step) for state in states]
-    finish([state.gradient for state in states])
-    pending: list[Pending] = []
-    for state, beside in zip(states, written, strict=True):
-        if state.is_offloaded:
-            state.hide()
-        state.gradient.rest(changed=False)
-        pending += state.flat.publish(written=beside)
-    return pending
-
-
-def _step_shown(state: FlatState, step: StepBuffer) -> bool:
-    if state.is_offloaded:
-        state.fetch()
-        state.show()
-    return step(state.gradient)
-
-
-def _read_ahead(batches: Iterable[Sequence[FlatState]], *, ahead: bool) -> Iterator[Sequence[FlatState]]:
-    """Yield batches one after the other, each after the reading of the following one has started."""
-    every = list(batches)
-    nothing: Sequence[FlatState] = ()
-    for batch, following in zip_longest(every, every[1:], fillvalue=nothing):
-        for state in following if ahead else ():
-            if state.is_offloaded:
-                state.fetch()
-        yield batch
