@@ -98,10 +98,17 @@ class SavedInputs:
         block = BlockInputs(self._newest)
         self._newest = weakref.ref(block)
         try:
-            with saved_tensors_hooks(lambda tensor: (block, self.pack(tensor, block)), self._unpack_of_block):
+            with saved_tensors_hooks(
+                lambda tensor: self._pack_of_block(tensor, block), self._unpack_of_block
+            ):
                 yield
         finally:
             self._let_leave()
+
+    def _pack_of_block(self, tensor: Tensor, block: BlockInputs) -> tuple[BlockInputs, SavedInput] | Tensor:
+        return (
+            (block, self.pack(tensor, block)) if tensor.numel() else tensor
+        )  # torch 2.11 saves an empty one, too
 
     def pack(self, tensor: Tensor, block: BlockInputs) -> SavedInput:
         """Take the elements that this rank keeps out of `tensor`."""
@@ -118,8 +125,7 @@ class SavedInputs:
         return kept
 
     def _keep(self, tensor: Tensor) -> SavedInput:
-        axis = self.keeping.axis
-        on_host = self.keeping.on_host and tensor.numel() > 0  # torch 2.11 saves an empty one, too
+        axis, on_host = self.keeping.axis, self.keeping.on_host
         split = axis.degree > 1 and tensor.is_floating_point() and tensor.numel() >= axis.degree
         piece = tensor.detach().reshape(-1)  # [numel]
         if split:
@@ -146,7 +152,9 @@ class SavedInputs:
             lane.wait(ticket)
         self._leaving.clear()
 
-    def _unpack_of_block(self, packed: tuple[BlockInputs, SavedInput]) -> Tensor:
+    def _unpack_of_block(self, packed: tuple[BlockInputs, SavedInput] | Tensor) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
         block, kept = packed
         return self.unpack(kept, block)
 
