@@ -45,9 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[DEVICE_VARIABLE] = device
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # else a process that asks for GPUs cannot fork ranks that use them
-    )
+    # else a process that asks for GPUs cannot fork ranks that use them
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 @pytest.hookimpl(trylast=True)

@@ -29,16 +29,14 @@ TESTS = (
     "tests/zero tests/offload tests/engine tests/experts/test_parity.py tests/sequence/test_parity.py tests/pipeline "
     "tests/tensor tests/optim tests/checkpoint tests/models tests/comm/test_collectives.py tests/comm/test_quantized.py"
 )
-LAUNCH = f"{PYTHON} -c 'from launcher.cli.main import command; command()'"
 STAGES = {
     "ranks": f"{PYTHON} -m benchmarks.gpu.ranks",
     "smoke": f"{PYTHON} -m benchmarks.gpu.smoke",
-    "parity": f"{PYTHON} -m pytest --device {DEVICE} -v -n {{workers}} --dist loadfile --timeout 180 --maxfail 400 "
-    f"-p no:cacheprovider -W ignore --tb=short {TESTS}",
     "memory": f"{PYTHON} -m benchmarks.gpu.memory",
+    "parity": f"{PYTHON} -m pytest --device {DEVICE} -vv -n {{workers}} --dist loadfile --timeout 180 --maxfail 400 "
+    f"-p no:cacheprovider -W ignore --tb=short {TESTS}",
     "speed": f"{PYTHON} -m benchmarks.gpu.speed",
 }
-ORDER = ("ranks", "smoke", "memory", "parity", "speed")
 GRACE_S = 20.0
 
 
@@ -57,7 +55,7 @@ def main() -> int:
     wanted = args.stages or list(STAGES)
     end = time.monotonic() + args.seconds
     codes: dict[str, int] = {}
-    for stage in (stage for stage in ORDER if stage in wanted):
+    for stage in (stage for stage in STAGES if stage in wanted):
         limit = end if stage == "speed" or "speed" not in wanted else end - args.speed_seconds
         codes[stage] = _run(stage, _command(stage, args), args.out, limit)
         if codes.get("ranks"):

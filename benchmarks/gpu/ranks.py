@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tests.pool.worker import one_gpu
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARK = "RESULT "
 
@@ -53,7 +55,7 @@ def run(module: str, arguments: Sequence[str], world: int = 1, limit_s: float = 
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What a rank needs. Ranks share a GPU where there are fewer: NCCL refuses two of one host, so each is one."""
+    """What a rank needs; where there is a GPU, one that it may share."""
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -62,16 +64,7 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
     if DEVICE == "cpu":
         return {**shared, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = mask.split(",") if mask else [str(index) for index in range(torch.cuda.device_count())]
-    return {
-        **shared,
-        "LOCAL_RANK": "0",
-        "CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)],
-        "NCCL_HOSTID": f"rank {rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-    }
+    return {**shared, **one_gpu(rank)}
 
 
 def _free_port() -> int:

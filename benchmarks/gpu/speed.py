@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,6 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "1B": Shape(2048, 16, 8192, 32, 4, 4096),  # Llama 3.2's blocks
     "8B blocks": Shape(4096, 6, 14_336, 32, 2, 4096),  # Llama 3.1's
     "tiny": Shape(128, 2, 256, 4, 2, 128, 512),
 }
@@ -92,20 +92,11 @@ def operations(shape: Shape, parameters: int) -> float:
 
 def plain(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
     """Weights in fp32, computed with under autocast."""
-    adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     if options.get("compile"):
         for block in model.model.layers:  # type: ignore[attr-defined,union-attr]
             block.compile()
 
-    def step() -> Tensor:
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        adamw.step()
-        adamw.zero_grad()
-        return loss.detach()  # type: ignore[no-any-return]
-
-    return step
+    return _looped(model, ids, lambda: torch.autocast(DEVICE, torch.bfloat16))
 
 
 def fsdp2(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
@@ -118,10 +109,16 @@ def fsdp2(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
     for block in model.model.layers:  # type: ignore[attr-defined,union-attr]
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
+    return _looped(model, ids, nullcontext)
+
+
+def _looped(model: nn.Module, ids: Tensor, context: Callable[[], AbstractContextManager[Any]]) -> Step:
+    """A loop of plain PyTorch, whose forward runs in a context."""
     adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def step() -> Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
+        with context():
+            loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         adamw.step()
         adamw.zero_grad()
@@ -167,9 +164,8 @@ def deepspeed(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     config = config_of(SHAPES[options["shape"]], options)
-    if (
-        "offload_optimizer" not in options["zero"]
-    ):  # its own kernel takes minutes to compile; torch's is fused, too
+    if "offload_optimizer" not in options["zero"]:
+        # its own kernel takes minutes to compile; torch's is fused, too
         adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         del config["optimizer"]
         return _stepped(peer.initialize(model=model, optimizer=adamw, config=config)[0], ids)

@@ -106,9 +106,9 @@ class SavedInputs:
             self._let_leave()
 
     def _pack_of_block(self, tensor: Tensor, block: BlockInputs) -> tuple[BlockInputs, SavedInput] | Tensor:
-        return (
-            (block, self.pack(tensor, block)) if tensor.numel() else tensor
-        )  # torch 2.11 saves an empty one, too
+        if tensor.numel() == 0:  # torch 2.11 saves such a one, too
+            return tensor
+        return block, self.pack(tensor, block)
 
     def pack(self, tensor: Tensor, block: BlockInputs) -> SavedInput:
         """Take the elements that this rank keeps out of `tensor`."""

@@ -139,11 +139,11 @@ def _environment(place: Place) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(place.port),
-        **(_one_gpu(place.rank) if os.environ.get(DEVICE_VARIABLE) == "cuda" else {}),
+        **(one_gpu(place.rank) if os.environ.get(DEVICE_VARIABLE) == "cuda" else {}),
     }
 
 
-def _one_gpu(rank: int) -> dict[str, str]:
+def one_gpu(rank: int) -> dict[str, str]:
     """What a rank needs to see one GPU, and to share it: NCCL refuses two ranks of one host on a GPU, so each says that
     it is a host of its own; they then talk over the loopback interface."""
     import torch
