@@ -48,7 +48,7 @@ def test_a_node_that_comes_back_is_used_again(hosts: Hosts, tmp_path: Path) -> N
     assert end.code == 0 and end.took_s < 20, end.errors
     assert "node2 was lost" in end.out and "restart 1 of 1" in end.out
     # They share a cache here: what one has got first, the other need not be sent.
-    assert re.search(r"sent \d+ bytes to node[12]", end.out) and "sent nothing to node2\n" in end.out
+    assert re.search(r" \d+ bytes to node[12]", end.out) and "sent nothing to node2\n" in end.out
 
 
 def test_no_restart_is_left(tmp_path: Path) -> None:
