@@ -34,7 +34,7 @@ STAGES = {
     "smoke": f"{PYTHON} -m benchmarks.gpu.smoke",
     "memory": f"{PYTHON} -m benchmarks.gpu.memory",
     "parity": f"{PYTHON} -m pytest --device {DEVICE} -vv -n {{workers}} --dist loadfile --timeout 180 --maxfail 400 "
-    f"-p no:cacheprovider -W ignore --tb=short {TESTS}",
+    f"-p no:cacheprovider -p benchmarks.gpu.at_once -W ignore --tb=short {TESTS}",
     "speed": f"{PYTHON} -m benchmarks.gpu.speed",
 }
 GRACE_S = 20.0

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.memory [TEXT ...]
 
-One line of JSON for each run whose name has the TEXT. On a CPU the runs are the same, and what they took is not told.
+One line of JSON for each run whose name has one of the TEXTs. On a CPU the runs are the same, and what they took is not told.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> None:
         print(MARK + json.dumps(measure(mode)), flush=True)
         return
     for mode in MODES:
-        if all(text in mode.name for text in arguments):
+        if not arguments or any(text in mode.name for text in arguments):
             print(json.dumps(row(mode)), flush=True)
 
 

@@ -35,7 +35,7 @@ def run(module: str, arguments: Sequence[str], world: int = 1, limit_s: float = 
             stderr=subprocess.PIPE,
             text=True,
         )
-        for port in [_free_port()]
+        for port in [free_port()]
         for rank in range(world)
     ]
     try:
@@ -67,7 +67,8 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     return {**shared, **one_gpu(rank)}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody has."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -1,15 +1,17 @@
 """Steps on one GPU: ours beside plain PyTorch, FSDP2 and DeepSpeed.
 
-    python -m benchmarks.gpu.speed [TEXT ...]
+    python -m benchmarks.gpu.speed [--profile] [TEXT ...]
 
-One line of JSON for each row whose name has the TEXT. All train the same model on the same tokens in bf16, with AdamW
+One line of JSON for each row whose name has one of the TEXTs; with --profile, the kernels that take longest, too. All train the same model on the same tokens in bf16, with AdamW
 in fp32. MFU counts 6 operations for each parameter and token, and those of attention (causal: half of all pairs), of
 what the card can do (`launcher/monitor/devices.py`).
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.gpu.ranks import DEVICE, MARK, run
+from benchmarks.gpu.ranks import DEVICE, environment, free_port
 
 ON_GPU = DEVICE == "cuda"
 WARMUP, STEPS = (3, 8) if ON_GPU else (1, 2)
@@ -176,7 +178,7 @@ def deepspeed(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
 PEERS = {"plain": plain, "fsdp2": fsdp2, "deepspeed": deepspeed, "ours": ours}
 
 
-def measure(row: Row) -> dict[str, Any]:
+def measure(row: Row, profile: bool) -> dict[str, Any]:
     """Seconds of a step, and what follows from them."""
     name = row.shape if ON_GPU else "tiny"
     shape = SHAPES[name]
@@ -203,21 +205,43 @@ def measure(row: Row) -> dict[str, Any]:
         "tokens_per_s": shape.rows * shape.tokens / seconds,
         "tflops": operations(shape, parameters) / seconds / 1e12,
     }
+    if profile:
+        found["kernels"] = kernels(step)
     return found | ({"peak": torch.cuda.max_memory_allocated()} if ON_GPU else {})
 
 
+def kernels(step: Step, number: int = 30) -> list[tuple[str, int, float]]:
+    """What takes longest in two steps: (kernel or operation, how often, milliseconds of a step)."""
+    activities = [torch.profiler.ProfilerActivity.CPU] + ON_GPU * [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(2):
+            step()
+        if ON_GPU:
+            torch.cuda.synchronize()
+    each = [(e.key[:100], e.count, e.self_device_time_total / 2e3) for e in profiler.key_averages()]
+    return sorted(each, key=lambda kernel: -kernel[2])[:number]
+
+
+def afresh(row: Row, profile: bool) -> dict[str, Any]:
+    """Measure a row in a process that others have been measured in."""
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    torch.compiler.reset()
+    try:
+        return measure(row, profile)
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:500]}
+
+
 def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--row"]:
-        print(MARK + json.dumps(measure(ROWS[int(arguments[1])])), flush=True)
-        return
-    for number, row in enumerate(ROWS):
-        if not all(text in row.name for text in arguments):
-            continue
-        try:
-            found = json.loads(run("benchmarks.gpu.speed", ["--row", str(number)])[0])
-        except RuntimeError as error:
-            found = {"failed": str(error)}
-        print(json.dumps({"row": row.name, "shape": row.shape, **found}), flush=True)
+    os.environ.update(environment(0, 1, free_port()))
+    texts = [text for text in arguments if text != "--profile"]
+    for row in ROWS:
+        if not texts or any(text in row.name for text in texts):
+            found = {"row": row.name, "shape": row.shape, **afresh(row, "--profile" in arguments)}
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from launcher.comm.choose import choose, plain_transports
+from launcher.comm.groups import all_ranks, line_of
 from launcher.comm.transport import Alone, Transport, Transports, peers_of
 from launcher.errors import ConfigError
 
@@ -247,29 +247,26 @@ def warning_of_tp_over_nodes(degree: int, world: int, node: int) -> str | None:
 
 
 def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str, Axis]:
-    axes = {name: Axis(name) for name in AXES}
-    if world == 1:
-        return axes
-    live = [i for i, degree in enumerate(shape) if degree > 1]
-    names = tuple(AXES[i] for i in live)
-    mesh = init_device_mesh(device.type, tuple(shape[i] for i in live), mesh_dim_names=names)
-    for place, (i, name) in enumerate(zip(live, names, strict=True)):
-        group = mesh.get_group(name)
-        reductions = _twin(mesh.mesh, place) if device.type == "cuda" else None
-        axes[name] = Axis(name, shape[i], mesh.get_local_rank(name), group, choose(device, group, reductions))
-    return axes
+    ranks = torch.arange(world).view(shape)
+    whole = all_ranks(device) if world in shape and world > 1 else None
+    return {
+        name: _line(name, device, ranks, dim, whole if degree == world else None)
+        for dim, (name, degree) in enumerate(zip(AXES, shape, strict=True))
+    }
 
 
-def _line(name: str, device: torch.device, ranks: torch.Tensor, dim: int) -> Axis:
-    """Return this rank's line along dimension `dim` of the mesh, with process groups of its own."""
+def _line(
+    name: str, device: torch.device, ranks: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None
+) -> Axis:
+    """Return this rank's line along dimension `dim` of the mesh, with process groups of its own, or with `group`."""
     degree = ranks.shape[dim]
     if degree == 1:
         return Axis(name)
-    group = _twin(ranks, dim)
-    if group is None:  # this rank is on no such line; it helped to make the groups
-        _twin(ranks, dim) if device.type == "cuda" else None
-        return Axis(name)
-    reductions = _twin(ranks, dim) if device.type == "cuda" else None
+    lines = ranks.movedim(dim, -1).reshape(-1, degree).tolist()
+    group = group or line_of(lines, device)
+    reductions = line_of(lines, device) if device.type == "cuda" else None
+    if group is None:
+        return Axis(name)  # this rank is on no such line; it helped to make the groups
     return Axis(name, degree, group.rank(), group, choose(device, group, reductions))
 
 
@@ -279,9 +276,3 @@ def _on_paper(name: str, rank: int, ranks: torch.Tensor, dim: int) -> Axis:
     if ranks.shape[dim] == 1 or not len(place):
         return Axis(name)
     return Axis(name, ranks.shape[dim], int(place[0, dim]))
-
-
-def _twin(ranks: torch.Tensor, dim: int) -> dist.ProcessGroup | None:
-    """Return a second process group of this rank's line along dimension `dim` of the mesh; every rank must call it."""
-    lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-    return dist.new_subgroups_by_enumeration(lines)[0]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.comm.groups import timeout_of
 from launcher.comm.pending import Pending
-from launcher.comm.transport import Transport
+from launcher.comm.transport import Transport, Way
 
 # torch 2.13 renamed these two; older versions know only the second name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -22,13 +24,20 @@ class NcclTransport(Transport):
     Args:
         group: for gathers, and what goes forward.
         reductions: for the rest. NCCL needs all ranks to start the collectives of a group in one order, and under
-            ZeRO-3 a gather on demand may come before a reduction here and after it there. A pipeline sends both ways
-            at once.
+            ZeRO-3 a gather on demand may come before a reduction here and after it there.
+
+    [Note: A communicator for each way]
+    All that a communicator does on a rank runs on one stream, in the order in which it was started. A pipeline posts
+    receives before it sends what they answer: on a communicator of both, the send waits behind the receive, and the
+    receive waits for the other rank, which waits for the send. So each `Way` has a communicator of its two ranks. It
+    is connected when it is opened, in one order on all ranks: NCCL would connect it at its first message, and would
+    let the host wait there until the other rank has come to its end of that message.
     """
 
     def __init__(self, group: dist.ProcessGroup, reductions: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self.group, self.reductions = group, reductions
+        self._ways: dict[Way, Any] = {}  # torch's stubs do not know that a Backend sends
 
     def __str__(self) -> str:
         return ""  # a run says "nccl" already
@@ -67,11 +76,24 @@ class NcclTransport(Transport):
         into = [mine if rank == self.rank else part for rank, part in enumerate(incoming)]
         return Pending([dist.all_to_all(into, out, group=self.reductions, async_op=True)])
 
+    def open_ways(self, ways: Iterable[Way]) -> None:
+        for way in sorted(set(ways) - self._ways.keys()):
+            if self.rank in (way.source, way.to):
+                self._ways[way] = self._between_two(way)
+
     def send(self, tensor: Tensor, to: int, *, back: bool) -> Pending:
-        return Pending([self._way(back).send([tensor], to, 0)])
+        way = self._ways.get(Way(self.rank, to, back))
+        return Pending([self.group.send([tensor], to, 0) if way is None else way.send([tensor], 1, 0)])
 
     def receive(self, tensor: Tensor, source: int, *, back: bool) -> Pending:
-        return Pending([self._way(back).recv([tensor], source, 0)])
+        way = self._ways.get(Way(source, self.rank, back))
+        return Pending([self.group.recv([tensor], source, 0) if way is None else way.recv([tensor], 0, 0)])
 
-    def _way(self, back: bool) -> dist.ProcessGroup:
-        return self.reductions if back else self.group
+    def _between_two(self, way: Way) -> dist.ProcessGroupNCCL:
+        """Return a communicator in which the source is rank 0. Both of its ranks must call it."""
+        store = dist.PrefixStore(f"{way.source} to {way.to}, {way.back}", self.group.get_group_store())
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout_of(self.group)
+        made = dist.ProcessGroupNCCL(store, 0 if self.rank == way.source else 1, 2, options)
+        made.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        return made

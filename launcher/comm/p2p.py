@@ -5,6 +5,7 @@ What goes forward along an axis and what comes back have an order each.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from launcher.comm.collectives import profiled
 from launcher.comm.mesh import Axis
 from launcher.comm.pending import Pending
 from launcher.comm.record import CollectiveRecord, keep_record
+from launcher.comm.transport import Way
 
 
 @dataclass
@@ -24,6 +26,12 @@ class P2PChannel:
     """
 
     axis: Axis
+
+    def open(self, ways: Iterable[Way]) -> None:
+        """Make ready for messages on the device that go these ways, many at once. Every rank of the axis must call it,
+        with the same."""
+        if self.axis.transports is not None:
+            self.axis.transports.device.open_ways(ways)
 
     def send(self, tensor: Tensor, to: int, tag: str, *, back: bool = False) -> Pending:
         """Start sending a contiguous tensor to a coordinate of the axis; it must not change until it was waited for."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
+from launcher.comm.groups import BACKENDS
 from launcher.comm.started_by import PORT, check_arguments, take_arguments, take_ranks
 from launcher.errors import ConfigError
-
-BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 
 
 def pick_device(wanted: str = "auto") -> torch.device:
@@ -96,22 +94,3 @@ def init_distributed(
             fix="leave it out, and a free port is picked and held; or name another "
             "(MASTER_PORT, where `launch` does not start the ranks)",
         ) from None
-
-
-def or_alone(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the process group of an axis; that of this rank alone where the axis has none, for to torch None means all
-    ranks. None where there is one rank."""
-    if group is not None or not dist.is_initialized() or dist.get_world_size() == 1:
-        return group
-    return _alone(dist.group.WORLD)
-
-
-@lru_cache(maxsize=1)
-def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of this rank only.
-
-    Args:
-        world: all ranks; after they were set up anew the old group is of no use.
-    """
-    made: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return made

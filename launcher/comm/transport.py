@@ -7,13 +7,27 @@ nothing. `choose.py` decides, once, when an axis gets its process group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
 from launcher.comm.pending import Pending
+
+
+class Way(NamedTuple):
+    """What one rank of an axis sends to another in one direction, in its order.
+
+    Attributes:
+        source, to: coordinates of the two.
+        back: against the direction of the forward pass.
+    """
+
+    source: int
+    to: int
+    back: bool
 
 
 class Transport(ABC):
@@ -55,6 +69,10 @@ class Transport(ABC):
     @abstractmethod
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Pending:
         """Send outgoing[r] to rank r, and receive incoming[r] from it; sizes may differ. This rank's own are left."""
+
+    def open_ways(self, ways: Iterable[Way]) -> None:
+        """Let messages of these ways be in flight together, each way for itself. Every rank calls it with the same."""
+        return
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, *, back: bool) -> Pending:

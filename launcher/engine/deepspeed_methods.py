@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from launcher.comm.setup import or_alone
+from launcher.comm.groups import or_alone
 from launcher.errors import ConfigError
 from launcher.models.units import SPREAD_OVER
 

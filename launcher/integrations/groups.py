@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from launcher.comm import Axis, Mesh
-from launcher.comm.setup import or_alone
+from launcher.comm.groups import or_alone
 from launcher.engine.fragments import ENGINES
 from launcher.errors import ArgumentsError
 

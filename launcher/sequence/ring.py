@@ -5,7 +5,8 @@ In step i a rank gets the chunk of the rank i before it, from that rank itself, 
 it. So every chunk is sent by its owner, in the same number of messages as on a ring, and one that no query of a rank
 may see is not sent to it at all. The chunk of step i + 1 is on its way while attention to that of step i is computed.
 In backward the gradients of a chunk's keys and values go straight back to its owner, who adds them in the order of the
-steps: sums are the same on every run.
+steps: sums are the same on every run. What is sent and what is received in a step is one exchange: where all ranks
+first sent and then received, NCCL would wait for ever.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from launcher.comm import Axis
-from launcher.comm.p2p import P2PChannel
+from launcher.comm import Axis, all_to_all
 from launcher.comm.pending import Pending
 from launcher.sequence.kernels import Scores, attend, attend_backward, merged
 from launcher.sequence.layout import SequenceLayout
@@ -141,9 +141,13 @@ class _Ring(torch.autograd.Function):
                 ):
                     pieces.add(at.start, part)
             places = [place for place, _ in _placed(call.runs(chunk))]
-            back.give(
-                chunk, d_keys.joined(places, keys, keys.shape), d_values.joined(places, keys, values.shape)
-            )
+            gradients = None
+            if d_keys:
+                gradients = (
+                    d_keys.joined(places, keys, keys.shape),
+                    d_values.joined(places, keys, values.shape),
+                )
+            back.give(chunk, gradients)
         d_key, d_value = back.sum()
         own = [mine for mine, _ in _placed(call.runs(call.axis.rank))]
         d_query = d_queries.joined(own, query, query.shape)
@@ -173,12 +177,11 @@ class _Pieces(dict[int, Tensor]):
 
 
 class _Chunks:
-    """Iterates over (chunk, keys, values): the own chunk, then those that this rank may see, as they come."""
+    """Iterates over (chunk, keys, values): the own chunk, then the others, as they come. For one that this rank does not
+    see the own stand there again: every block of it is left out."""
 
     def __init__(self, key: Tensor, value: Tensor, call: RingCall) -> None:
         self.key, self.value, self.call = key, value, call
-        self.channel = P2PChannel(call.axis)
-        self.sent: list[Pending] = []
 
     @cached_property
     def own(self) -> Tensor:
@@ -188,63 +191,85 @@ class _Chunks:
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         axis = self.call.axis
         coming = self._start(1)
-        if self.call.sees(axis.rank, axis.rank):
-            yield axis.rank, self.key, self.value
+        yield axis.rank, self.key, self.value
         for step in range(1, axis.degree):
             arrived, coming = coming, self._start(step + 1)
-            if arrived is not None:
-                arrived[0].wait()
-                yield ((axis.rank - step) % axis.degree, *_unpacked(arrived[1], self.key, self.value))
-        for pending in self.sent:
+            assert arrived is not None, "there is a step"
+            pending, buffer = arrived
             pending.wait()
+            there = (self.key, self.value) if buffer is None else _unpacked(buffer, self.key, self.value)
+            yield ((axis.rank - step) % axis.degree, *there)
 
-    def _start(self, step: int) -> tuple[Pending, Tensor] | None:
+    def _start(self, step: int) -> tuple[Pending, Tensor | None] | None:
         """Start the exchange of a step."""
         axis = self.call.axis
         if step >= axis.degree:
             return None
         source, to = (axis.rank - step) % axis.degree, (axis.rank + step) % axis.degree
-        if self.call.sees(to, axis.rank):
-            self.sent.append(self.channel.send(self.own, to, TAG))
-        if not self.call.sees(axis.rank, source):
-            return None
-        buffer = self.key.new_empty(self.key.numel() + self.value.numel())
-        return self.channel.receive(buffer, source, TAG), buffer
+        own = self.own if self.call.sees(to, axis.rank) else None
+        seen = self.call.sees(axis.rank, source)
+        buffer = self.key.new_empty(self.key.numel() + self.value.numel()) if seen else None
+        return _exchange(own, to, buffer, source, axis, self.key), buffer
 
 
 class _Returns:
-    """The gradients of keys and values on their way to the ranks that own these."""
+    """The gradients of keys and values on their way to the ranks that own these, step by step as they came."""
 
     def __init__(self, key: Tensor, value: Tensor, call: RingCall) -> None:
         self.key, self.value, self.call = key, value, call
-        self.channel = P2PChannel(call.axis)
-        self.given: list[Pending] = []
-        self.own: tuple[Tensor, Tensor] | None = None
+        self._sent: tuple[Pending, Tensor | None] | None = None
+        self._total: tuple[Tensor, Tensor] | None = None
 
-    def give(self, chunk: int, d_key: Tensor, d_value: Tensor) -> None:
-        """Send the gradients of a chunk to its owner."""
-        if chunk == self.call.axis.rank:
-            self.own = d_key, d_value
-        else:
-            packed = _packed(d_key.float(), d_value.float())
-            self.given.append(self.channel.send(packed, chunk, TAG, back=True))
+    def give(self, chunk: int, gradients: tuple[Tensor, Tensor] | None) -> None:
+        """Send the gradients of the next chunk to its owner; None: this rank did not see it."""
+        axis = self.call.axis
+        if chunk == axis.rank:
+            self._total = gradients
+            return
+        step = (axis.rank - chunk) % axis.degree
+        source = (axis.rank + step) % axis.degree
+        packed = gradients and _packed(gradients[0].float(), gradients[1].float())
+        like = self.key.new_empty(0, dtype=torch.float32)
+        seen = self.call.sees(source, axis.rank)
+        buffer = like.new_empty(self.key.numel() + self.value.numel()) if seen else None
+        sent = _exchange(packed, chunk, buffer, source, axis, like)
+        self._add()
+        self._sent = sent, buffer
 
     def sum(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of the own keys and values, from all ranks."""
-        axis = self.call.axis
-        total = self.own or tuple(torch.zeros_like(x, dtype=torch.float32) for x in (self.key, self.value))
-        if axis.degree > 1:
-            total = tuple(part.float() for part in total)
-        for step in range(1, axis.degree):
-            source = (axis.rank + step) % axis.degree
-            if self.call.sees(source, axis.rank):
-                buffer = total[0].new_empty(self.key.numel() + self.value.numel())
-                self.channel.receive(buffer, source, TAG, back=True).wait()
-                for sum_of, part in zip(total, _unpacked(buffer, self.key, self.value), strict=True):
-                    sum_of += part
-        for pending in self.given:
-            pending.wait()
-        return total[0], total[1]
+        self._add()
+        d_key, d_value = self._total or self._zeros()
+        return d_key, d_value
+
+    def _add(self) -> None:
+        """Add what the last exchange brings."""
+        if self._sent is None:
+            return
+        (pending, buffer), self._sent = self._sent, None
+        pending.wait()
+        if buffer is None:
+            return
+        d_key, d_value = self._total or self._zeros()
+        self._total = d_key.float(), d_value.float()
+        for sum_of, part in zip(self._total, _unpacked(buffer, self.key, self.value), strict=True):
+            sum_of += part
+
+    def _zeros(self) -> tuple[Tensor, Tensor]:
+        key, value = (torch.zeros_like(like, dtype=torch.float32) for like in (self.key, self.value))
+        return key, value
+
+
+def _exchange(
+    out: Tensor | None, to: int, into: Tensor | None, source: int, axis: Axis, like: Tensor
+) -> Pending:
+    """Send one flat tensor, and receive another; None: nothing. `like`: of their dtype and device."""
+    outgoing, incoming = ([like.new_empty(0)] * axis.degree for _ in range(2))
+    if out is not None:
+        outgoing[to] = out
+    if into is not None:
+        incoming[source] = into
+    return all_to_all(outgoing, incoming, axis, TAG)
 
 
 def _placed(runs: tuple[range, ...]) -> Iterator[tuple[slice, range]]:

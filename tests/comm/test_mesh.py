@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.comm import Mesh
-from launcher.comm.mesh import AXES, _twin, warning_of_tp_over_nodes
+from launcher.comm.mesh import AXES, warning_of_tp_over_nodes
 from launcher.errors import ConfigError
 from tests.pool import RankContext, RanksFailed, WorkerPool
 
@@ -80,12 +80,3 @@ def warned(ctx: RankContext, node: int) -> list[str]:
 def test_rank_0_warns_of_nodes(pool: WorkerPool) -> None:
     assert [len(found) for found in pool.run(warned, 2, 1)] == [1, 0]
     assert [len(found) for found in pool.run(warned, 2, 2)] == [0, 0]
-
-
-def twins(ctx: RankContext, shape: tuple[int, int], dim: int) -> list[int]:
-    return dist.get_process_group_ranks(_twin(torch.arange(4).view(shape), dim))
-
-
-def test_the_second_group_has_the_same_ranks(pool: WorkerPool) -> None:
-    assert pool.run(twins, 4, (2, 2), 0) == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert pool.run(twins, 4, (2, 2), 1) == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -1,4 +1,5 @@
-"""Training with shards that rest elsewhere is the training without: losses and weights bit for bit."""
+"""Training with shards that rest elsewhere is the training without: losses and weights bit for bit. An optimizer that
+steps on the host of a GPU rounds in another way than on the GPU; there it is the same up to rounding."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from launcher.config import ConfigProblems, load
 from launcher.errors import OffloadError
 from tests.engine.driving import advance, config_of, engine_of, microbatches, whole_state, whole_weights
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import ON_GPU
 
 KEY = "zero_optimization"
 STEPS = 3
@@ -80,9 +82,17 @@ def test_bit_for_bit(
         trained, world, json_of(stage, str(tmp_path), PLACES[place], **sections)
     )[0]
     want = _without[world, stage, dtype]
-    assert losses == want[0]
-    assert_same(weights, want[1])
-    assert_same(state, want[2])
+    if ON_GPU and "offload_optimizer" in PLACES[place]:
+        assert losses == pytest.approx(want[0], rel=2**-8 if dtype else 1e-5)
+        for got, wanted in zip((weights, state), want[1:], strict=True):
+            for name, value in wanted.items():
+                torch.testing.assert_close(
+                    got[name], value, rtol=2**-7 if dtype else 1e-4, atol=1e-3 if dtype else 2e-6
+                )
+    else:
+        assert losses == want[0]
+        assert_same(weights, want[1])
+        assert_same(state, want[2])
     left = [path for path in tmp_path.iterdir()]
     assert not left, "nothing is left of a run that has ended"
     optimizer = PLACES[place].get("offload_optimizer", {})

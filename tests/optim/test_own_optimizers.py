@@ -31,7 +31,7 @@ def assert_like(got: Left, want: Left) -> None:
 def plain(make: Make) -> Left:
     model = stack()
     losses = truth(make(model), model, STEPS)
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
+    return losses, {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
 def each(update: Callable[..., None], **options: Any) -> Make:

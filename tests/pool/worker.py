@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import io
 import os
 import pickle
 import random
@@ -239,11 +240,25 @@ def _freeze_imports() -> None:
         gc.freeze()
 
 
+def _packed(answer: Answer) -> bytes:
+    """Return bytes in which tensors of a GPU are tensors of the host: tests compare there."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            on_gpu = isinstance(value, torch.Tensor) and value.is_cuda
+            return value.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL) if on_gpu else NotImplemented
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(answer)
+    return buffer.getvalue()
+
+
 def _send(pipe: Connection, answer: Answer) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        message = pickle.dumps(answer)
+        message = _packed(answer)
     except Exception:
         message = pickle.dumps(Answer(error=traceback.format_exc(), spoiled=True))
     try:

@@ -52,17 +52,17 @@ def run(
         for i, (x, y) in enumerate(parts):
             if no_sync and i < len(parts) - 1:
                 with engine.no_sync():
-                    total += engine.backward(engine(x, y, step in spare_steps)).double()
+                    total += engine.backward(engine(x, y, step in spare_steps)).double().cpu()
             else:
-                total += engine.backward(engine(x, y, step in spare_steps)).double()
+                total += engine.backward(engine(x, y, step in spare_steps)).double().cpu()
             engine.step()
         dist.all_reduce(total)
         losses.append(float(total) / ctx.world)
-    return losses, {name: value.clone() for name, value in logical_parameters(engine.zero)}
+    return losses, {name: value.cpu().clone() for name, value in logical_parameters(engine.zero)}
 
 
 def truth(parts: int, options: dict[str, Any], spare_steps: tuple[int, ...] = ()) -> Any:
-    model = stack(**options)
+    model = stack(**options).to(DEVICE)
     adamw = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1, fused=True
     )
@@ -77,7 +77,7 @@ def truth(parts: int, options: dict[str, Any], spare_steps: tuple[int, ...] = ()
         adamw.step()
         adamw.zero_grad()
         losses.append(total)
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
+    return losses, {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
 def assert_like(got: Any, want: Any) -> None:

@@ -10,10 +10,13 @@ import torch
 
 from launcher.comm.shared_memory import arena
 from tests.pool import RankContext, WorkerPool
+from tests.pool.device import ON_GPU
 from tests.pool.reference import PlainRun, batch, tiny_gpt2, tiny_llama, train_plain
 from tests.zero.training import LAYERS, LR, SEQUENCES, Case, Trained, train
 
 TOLERANCE = 1e-5  # relative, over 10 steps, of losses and gradient norms
+# Which kernel a GPU takes for a product depends on its rows, and so does the rounding of bf16.
+TOLERANCES = {"fp32": TOLERANCE, "bf16": 2**-8 if ON_GPU else TOLERANCE}
 WEIGHT_TOLERANCE = {"fp32": 1e-5, "bf16": 2**-8}  # |got - want| / |want| of each tensor; bf16: its rounding
 FULL = pytest.mark.full
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -45,8 +48,8 @@ def truth(kind: str, tied: bool, dtype: str, parts: int, clip: float = 0.0, step
 
 def assert_same(got: Trained, want: PlainRun, dtype: str = "fp32") -> None:
     """Losses, gradient norms and final weights within the tolerance."""
-    assert got.losses == pytest.approx(want.losses, rel=TOLERANCE)
-    assert got.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
+    assert got.losses == pytest.approx(want.losses, rel=TOLERANCES[dtype])
+    assert got.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCES[dtype])
     assert got.weights.keys() == want.weights.keys()
     for name, weight in want.weights.items():
         off = (got.weights[name] - weight).norm() / weight.norm()

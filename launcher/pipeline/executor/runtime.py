@@ -29,7 +29,7 @@ from launcher.errors import LauncherError
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, signature_of
 from launcher.pipeline.executor.action_loop import run_actions
 from launcher.pipeline.executor.batches import LazySequence
-from launcher.pipeline.executor.stage_p2p import StageP2P
+from launcher.pipeline.executor.stage_p2p import StageP2P, ways
 from launcher.pipeline.executor.stopwatch import Stopwatch
 from launcher.pipeline.schedules import drained
 from launcher.pipeline.schedules import schedule as schedule_of
@@ -99,6 +99,7 @@ class Runtime:
     def __init__(self, staged: StagedPart, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.channel = P2PChannel(axis)
+        self.channel.open(ways(self.drained(1)))
         if not staged.is_whole:  # there, autograd adds every gradient by itself
             from launcher.tensor.layers import give_own_backward
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,12 +16,19 @@ from torch import Tensor
 from launcher.comm import Pending
 from launcher.comm.p2p import P2PChannel
 from launcher.comm.record import show_wait
+from launcher.comm.transport import Way
 from launcher.pipeline.crossing import Signature, StageBoundary, StagedPart, TensorShape
 from launcher.pipeline.plain import packed, unpacked
 from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.schedules.transfers import arrivals, matching_receive
 
-AHEAD = 2  # messages of each kind from each rank that are received before they are needed
+AHEAD = 1  # message of each kind from each rank that is received before it is needed
+
+
+def ways(schedule: PipelineSchedule) -> set[Way]:
+    """Return which ranks send to which others, forward and back."""
+    pairs = {pair for pair in pairwise(schedule.rank_of) if pair[0] != pair[1]}
+    return {Way(*pair, back=False) for pair in pairs} | {Way(to, source, back=True) for source, to in pairs}
 
 
 class StageP2P:
