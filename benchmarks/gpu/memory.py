@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.memory [TEXT ...]
 
-One line of JSON for each run whose name has one of the TEXTs. On a CPU the runs are the same, and what they took is not told.
+One line of JSON for each run whose name has one of the TEXTs. On a CPU the runs are the same, and what they took is
+not told.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.speed [--profile] [TEXT ...]
 
-One line of JSON for each row whose name has one of the TEXTs; with --profile, the kernels that take longest, too. All train the same model on the same tokens in bf16, with AdamW
-in fp32. MFU counts 6 operations for each parameter and token, and those of attention (causal: half of all pairs), of
-what the card can do (`launcher/monitor/devices.py`).
+One line of JSON for each row whose name has one of the TEXTs; with --profile, the kernels that take longest, too. All
+train the same model on the same tokens in bf16, with AdamW in fp32. MFU counts 6 operations for each parameter and
+token, and those of attention (causal: half of all pairs), of what the card can do (`launcher/monitor/devices.py`).
 """
 
 from __future__ import annotations

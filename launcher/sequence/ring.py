@@ -177,8 +177,8 @@ class _Pieces(dict[int, Tensor]):
 
 
 class _Chunks:
-    """Iterates over (chunk, keys, values): the own chunk, then the others, as they come. For one that this rank does not
-    see the own stand there again: every block of it is left out."""
+    """Iterates over (chunk, keys, values): the own chunk, then the others, as they come. For a chunk that this rank
+    does not see the own keys and values stand there again: every block of it is left out."""
 
     def __init__(self, key: Tensor, value: Tensor, call: RingCall) -> None:
         self.key, self.value, self.call = key, value, call

@@ -163,7 +163,7 @@ def weighted(ctx: RankContext, stage: int) -> list[float]:
         total = torch.zeros((), dtype=torch.float64)
         for rows in (slice(0, 1), slice(1, 4)):
             loss = engine(x[rows], y[rows]) * (rows.stop - rows.start) / 4
-            total += engine.backward(loss, scale_wrt_gas=False).double()
+            total += engine.backward(loss, scale_wrt_gas=False).double().cpu()
             engine.step()
         torch.distributed.all_reduce(total)
         losses.append(float(total) / ctx.world)
@@ -367,7 +367,7 @@ def resize(ctx: RankContext, stage: int) -> tuple[list[float], list[tuple[int, i
         parts = zip(x.chunk(2 * accumulation), y.chunk(2 * accumulation), strict=True)
         total = torch.zeros((), dtype=torch.float64)
         for part in list(parts)[ctx.rank :: 2]:
-            total += engine.backward(engine(*part)).double()
+            total += engine.backward(engine(*part)).double().cpu()
             engine.step()
         torch.distributed.all_reduce(total)
         losses.append(float(total) / 2)

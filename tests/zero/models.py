@@ -66,7 +66,7 @@ def stack(seed: int = 0, **options: Any) -> Stack:
     """A Stack with the weights of the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Stack(**options)
+        return Stack(**options).to(DEVICE)
 
 
 def points(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def run(
 
 
 def truth(parts: int, options: dict[str, Any], spare_steps: tuple[int, ...] = ()) -> Any:
-    model = stack(**options).to(DEVICE)
+    model = stack(**options)
     adamw = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1, fused=True
     )

@@ -17,7 +17,10 @@ from tests.zero.training import LAYERS, LR, SEQUENCES, Case, Trained, train
 TOLERANCE = 1e-5  # relative, over 10 steps, of losses and gradient norms
 # Which kernel a GPU takes for a product depends on its rows, and so does the rounding of bf16.
 TOLERANCES = {"fp32": TOLERANCE, "bf16": 2**-8 if ON_GPU else TOLERANCE}
-WEIGHT_TOLERANCE = {"fp32": 1e-5, "bf16": 2**-8}  # |got - want| / |want| of each tensor; bf16: its rounding
+WEIGHT_TOLERANCE = {
+    "fp32": 1e-5,
+    "bf16": 2**-7 if ON_GPU else 2**-8,
+}  # |got - want| / |want| of each tensor; bf16: its rounding
 FULL = pytest.mark.full
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
