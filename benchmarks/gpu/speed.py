@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.ranks import DEVICE, environment, free_port
 
 ON_GPU = DEVICE == "cuda"
 WARMUP, STEPS = (3, 8) if ON_GPU else (1, 2)
 LR = 1e-4
+TOP = 8  # experts of a token
 Step = Callable[[], Tensor]
 
 
@@ -40,10 +41,12 @@ class Shape(NamedTuple):
     rows: int
     tokens: int
     vocabulary: int = 32_000
+    experts: int = 0  # of which each token goes to 8
 
 
 SHAPES = {
     "8B blocks": Shape(4096, 6, 14_336, 32, 2, 4096),  # Llama 3.1's
+    "30B-A3B blocks": Shape(2048, 6, 768, 32, 4, 4096, experts=128),  # Qwen3's
     "tiny": Shape(128, 2, 256, 4, 2, 128, 512),
 }
 
@@ -68,6 +71,14 @@ ROWS = (
     Row("DeepSpeed, stage 3", "deepspeed", "8B blocks", {"zero": {"stage": 3}}),
     Row("plain, autocast, compiled", "plain", "8B blocks", {"compile": True}),
     Row("ours, stage 3, compiled", "ours", "8B blocks", {"zero": {"stage": 3}, "compile": True}),
+    Row("plain, mixture", "plain", "30B-A3B blocks"),
+    Row("ours, mixture, stage 2", "ours", "30B-A3B blocks", {"zero": {"stage": 2}}),
+    Row(
+        "ours, all on the host",
+        "ours",
+        "8B blocks",
+        {"zero": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU}},
+    ),
     Row("ours, optimizer on the host", "ours", "8B blocks", {"zero": _OFFLOAD}),
     Row("DeepSpeed, optimizer on the host", "deepspeed", "8B blocks", {"zero": _OFFLOAD}),
 )
@@ -76,10 +87,19 @@ ROWS = (
 def model_of(shape: Shape) -> nn.Module:
     """The model in fp32, on the device."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=shape.hidden, num_hidden_layers=shape.layers, intermediate_size=shape.intermediate,
+    kind, more = "llama", {}
+    if shape.experts:
+        kind = "qwen3_moe"
+        more = {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": TOP,
+            "moe_intermediate_size": shape.intermediate,
+        }
+        more |= {"head_dim": 128, "output_router_logits": False}
+    config = AutoConfig.for_model(
+        kind, hidden_size=shape.hidden, num_hidden_layers=shape.layers, intermediate_size=shape.intermediate,
         num_attention_heads=shape.heads, num_key_value_heads=max(1, shape.heads // 4), vocab_size=shape.vocabulary,
-        max_position_embeddings=shape.tokens, use_cache=False, tie_word_embeddings=False,
+        max_position_embeddings=shape.tokens, use_cache=False, tie_word_embeddings=False, **more,
     )  # fmt: skip
     with torch.device(DEVICE):
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
@@ -89,7 +109,10 @@ def operations(shape: Shape, parameters: int) -> float:
     """Of a step: forward and backward."""
     tokens = shape.rows * shape.tokens
     products = parameters - shape.vocabulary * shape.hidden  # the embedding is no product
-    return tokens * (6 * products + 6 * shape.layers * shape.tokens * shape.hidden)
+    if shape.experts:
+        products -= shape.layers * (shape.experts - TOP) * 3 * shape.hidden * shape.intermediate
+    heads = shape.heads * (128 if shape.experts else shape.hidden // shape.heads)
+    return tokens * (6 * products + 6 * shape.layers * shape.tokens * heads)
 
 
 def plain(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:

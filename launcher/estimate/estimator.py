@@ -83,9 +83,7 @@ class Estimator:
         states = self._states_of(resolved)
         paper = SimulatedRank(portion, resolved, mesh, states)
         script = StepScript(paper, portion, resolved, mesh, *self._traced(resolved, portion, sequence))
-        ScriptedStep(script).run(most=1)  # in the first step the unsharder learns its order
-        step = ScriptedStep(script)
-        step.run()
+        step = _steady(script, paper)
         between = _held(paper, paper.pool.idle_bytes, 0)
         host = _host(paper) + _copies_of(resolved.checkpoint) * _written(paper, states)
         if not self._on_host:
@@ -157,6 +155,18 @@ class Estimator:
             return again if portion.names[block] in chosen else others
 
         return of, others
+
+
+def _steady(script: StepScript, paper: SimulatedRank) -> ScriptedStep:
+    """Return a step like all that follow it. In the first one the unsharder learns its order, and in the second one
+    buffers may be made after the peak that the next one has beside its own."""
+    ScriptedStep(script).run(most=1)
+    step, buffers = ScriptedStep(script), paper.pool.idle_bytes
+    step.run()
+    if paper.pool.idle_bytes > buffers:
+        step = ScriptedStep(script)
+        step.run()
+    return step
 
 
 def _held(paper: SimulatedRank, buffers: int, activations: int) -> DeviceBytes:

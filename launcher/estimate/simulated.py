@@ -98,14 +98,12 @@ class SimulatedPool(BufferPool):
 
     def __init__(self, device: torch.device, taken: Callable[[], None]) -> None:
         super().__init__(device)
-        take = self.take
+        self._taken = taken
 
-        def take_and_tell(numel: int, dtype: torch.dtype) -> Tensor:
-            buffer = take(numel, dtype)
-            taken()
-            return buffer
-
-        self.take = take_and_tell
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        buffer = super().take(numel, dtype)
+        self._taken()
+        return buffer
 
 
 class SimulatedHooks(Hooks):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -40,9 +43,19 @@ class SideStreamCopies:
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, into: Tensor, source: Tensor) -> torch.cuda.Event:
+        with self.beside():
+            into.copy_(source, non_blocking=True)
+        return self.ticket()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is started inside runs on this stream, once what is computed so far is done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            into.copy_(source, non_blocking=True)
+            yield
+
+    def ticket(self) -> torch.cuda.Event:
+        """Return an event that comes when all that this stream was given is done."""
         return self._stream.record_event()
 
     def wait(self, ticket: torch.cuda.Event) -> None:
@@ -50,14 +63,23 @@ class SideStreamCopies:
 
 
 def send_to_host(into: Tensor, source: Tensor) -> torch.cuda.Event | None:
-    """Copy into host memory, and wait for nothing; `into` must not be read before the event has been waited for. What
-    the device does next with `source` comes after the copy.
+    """Copy into host memory beside what is computed, and wait for nothing. Before the event has been waited for, `into`
+    must not be read (`synchronize`), nor `source` written (`wait`).
 
     Returns:
         None where the copy is done.
     """
+    lane = lane_of("to host", source.device)
+    if lane is not None:
+        return lane.copy(into, source)
     into.copy_(source, non_blocking=True)
-    return recorded(source.device)
+    return None
+
+
+@lru_cache
+def lane_of(way: str, device: torch.device) -> SideStreamCopies | None:
+    """Return the stream of a device that copies go by, "to host" or "from host"; None where there are no streams."""
+    return SideStreamCopies(device) if device.type == "cuda" else None
 
 
 def recorded(device: torch.device) -> torch.cuda.Event | None:

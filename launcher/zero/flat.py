@@ -24,20 +24,25 @@ On a GPU the module computes on the current stream, and collectives run on strea
 after what the current stream has queued when it is called, and `Pending.wait` makes the current stream wait for it; the
 CPU does not wait. So everything that uses a buffer of the pool is ordered by the current stream: reshard may
 return the buffer while kernels that read it are still queued, and the gather that takes it next starts behind them. No
-events are needed, and nothing may use a buffer before `wait_for_unshard` or after `reshard`. One thing is not ordered
-so: host memory that a tier hands out again. Where the shard is offloaded its copy to the device is waited for before
-the memory goes back (`_gather`).
+events are needed, and nothing may use a buffer before `wait_for_unshard` or after `reshard`.
+
+What comes from the host or goes there has a stream for each way, beside the current one. A shard in host memory is
+copied and gathered there, and `Pending.wait` waits for it, too. A gradient goes back to the pool while it goes to the
+host, and whoever takes its buffer next waits (`BufferPool.take`). Host memory that a tier hands out again is not
+ordered by streams: where the shard rests on a tier, the CPU waits for its copy before the memory goes back (`_gather`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from launcher.comm import Pending, all_gather, broadcast
 from launcher.models.gradients import put_data
+from launcher.models.host_copies import lane_of
 from launcher.offload.offloaded import OffloadedSlice, OffloadedTensor
 from launcher.offload.placement import Placement
 from launcher.offload.tier import memory
@@ -257,10 +262,14 @@ class FlatBuffer:
             if (pending := feature.gather(buffer, phase, tag)) is not None:
                 return pending
         # see [Note: buffers and streams]
-        buffer[self.shard_span].copy_(self.shard, non_blocking=not self._shard_is_offloaded)
-        if self._shard_is_offloaded:
-            self._shard.discard()
-        return all_gather(buffer, self.axis, tag)
+        shard = self.shard
+        lane = None if shard.device == buffer.device else lane_of("from host", buffer.device)
+        with nullcontext() if lane is None else lane.beside():
+            buffer[self.shard_span].copy_(shard, non_blocking=not self._shard_is_offloaded)
+            if self._shard_is_offloaded:
+                self._shard.discard()
+            pending = all_gather(buffer, self.axis, tag)
+        return pending if lane is None else Pending([pending, lane.ticket()])
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather and show the parameters to the module."""

@@ -310,11 +310,11 @@ class FlatGradient:
                 self._arrival = send_to_host(owned, mine)
             else:
                 owned.copy_(mine)
-        if self._landing is not None:
-            self.flat.pool.give(self._landing)
-            self._landing = None
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            self.flat.pool.give(landing, self._arrival)
         self.state = GradientState.SCATTERED if self.sharded else GradientState.REDUCED
-        self.flat.pool.give(wire)
+        self.flat.pool.give(wire, self._arrival if landing is None else None)
 
     def zero(self) -> None:
         """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""

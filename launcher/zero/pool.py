@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,19 +23,36 @@ class BufferPool:
 
     Attributes:
         occupants: who is unsharded where, by the address of the storage object.
-        take: gives a buffer [numel] with any content.
-        give: hands a buffer back.
     """
 
     def __init__(self, device: torch.device, idle: BufferCache | None = None) -> None:
         self.device = device
         self.occupants: dict[int, FlatBuffer] = {}
         self._idle = idle or BufferCache(partial(_new, device))
-        self.take: Callable[[int, torch.dtype], Tensor] = self._idle.take
-        self.give: Callable[[Tensor], None] = self._idle.give
+        self._travelling: dict[int, torch.cuda.Event] = {}  # by address: what idle buffers hold is on its way
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a buffer [numel] with any content."""
+        buffer = self._idle.take(numel, dtype)
+        if self._travelling and (sent := self._travelling.pop(buffer.data_ptr(), None)) is not None:
+            sent.wait()
+        return buffer
+
+    def give(self, buffer: Tensor, sent: torch.cuda.Event | None = None) -> None:
+        """Hand a buffer back.
+
+        Args:
+            sent: a copy of its content that is under way: the device does not write to the buffer before.
+        """
+        if sent is not None:
+            self._travelling[buffer.data_ptr()] = sent
+        self._idle.give(buffer)
 
     def clear(self) -> None:
         """Free every idle buffer."""
+        for sent in self._travelling.values():
+            sent.wait()
+        self._travelling.clear()
         self._idle.clear()
 
     @property
