@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from launcher.comm.transport import Transport, Way
 # torch 2.13 renamed these two; older versions know only the second name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_openings: Counter[str] = Counter()
+"""How often ways of a group were opened: engines that follow each other share the group of all ranks and its store, and
+all of its ranks make them in one order."""
 
 
 class NcclTransport(Transport):
@@ -77,9 +82,14 @@ class NcclTransport(Transport):
         return Pending([dist.all_to_all(into, out, group=self.reductions, async_op=True)])
 
     def open_ways(self, ways: Iterable[Way]) -> None:
+        _openings[self.group.group_name] += 1
         for way in sorted(set(ways) - self._ways.keys()):
             if self.rank in (way.source, way.to):
-                self._ways[way] = self._between_two(way)
+                store = dist.PrefixStore(
+                    f"{_openings[self.group.group_name]}: {way.source} to {way.to}, {way.back}",
+                    self.group.get_group_store(),
+                )
+                self._ways[way] = self._between_two(store, 0 if self.rank == way.source else 1)
 
     def send(self, tensor: Tensor, to: int, *, back: bool) -> Pending:
         way = self._ways.get(Way(self.rank, to, back))
@@ -89,11 +99,10 @@ class NcclTransport(Transport):
         way = self._ways.get(Way(source, self.rank, back))
         return Pending([self.group.recv([tensor], source, 0) if way is None else way.recv([tensor], 0, 0)])
 
-    def _between_two(self, way: Way) -> dist.ProcessGroupNCCL:
-        """Return a communicator in which the source is rank 0. Both of its ranks must call it."""
-        store = dist.PrefixStore(f"{way.source} to {way.to}, {way.back}", self.group.get_group_store())
+    def _between_two(self, store: dist.Store, rank: int) -> dist.ProcessGroupNCCL:
+        """Return a communicator of two ranks. Both must call it."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout_of(self.group)
-        made = dist.ProcessGroupNCCL(store, 0 if self.rank == way.source else 1, 2, options)
+        made = dist.ProcessGroupNCCL(store, rank, 2, options)
         made.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
         return made
