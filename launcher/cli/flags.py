@@ -151,6 +151,22 @@ def add_expert_load(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_adapters(parser: argparse.ArgumentParser) -> None:
+    """Add --lora and --lora-targets."""
+    parser.add_argument(
+        "--lora",
+        type=positive,
+        metavar="R",
+        help="only LoRA adapters of rank R are trained, as PEFT makes them",
+    )
+    parser.add_argument(
+        "--lora-targets",
+        default="all-linear",
+        metavar="NAMES",
+        help="the layers that get one, separated by commas (default: all-linear)",
+    )
+
+
 def add_gpus_per_node(parser: FlagParser) -> None:
     """Add the flag that `launch plan` and `launch calibrate` share."""
     parser.add_argument(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import (
     FlagParser,
+    add_adapters,
     add_expert_load,
     add_model_and_ranks,
     add_reserve,
@@ -63,6 +64,7 @@ def estimate_parser() -> FlagParser:
     add("--seq-length", type=positive, metavar="L", help="tokens per sequence (default: 2048)")
     add("--rank", type=int, metavar="R", help="show this rank (default: one of each pipeline stage)")
     add_expert_load(parser)
+    add_adapters(parser)
     add("--compare", action="store_true", help="compare all stages and kinds of offload")
     add(
         "--longest",
@@ -83,6 +85,9 @@ def memory_estimate(argv: Sequence[str]) -> int:
     from launcher.monitor.device_budget import budget_of
     from launcher.monitor.devices import defaults
 
+    if flags.lora and not flags.config:
+        fix = "name the run's JSON; what is proposed without one trains all parameters"
+        raise ConfigError("missing --config", where="--lora", fix=fix)
     written = config_of(flags.config) if flags.config else _proposed(flags, world)
     config = load(written)
     degrees = degrees_of(config, world)
@@ -103,12 +108,18 @@ def memory_estimate(argv: Sequence[str]) -> int:
     from launcher.estimate.model_trace import expert_load
     from launcher.estimate.node_host import NodeHost
     from launcher.estimate.variants import advice, side_by_side
-    from launcher.models.build import load_config
+    from launcher.models.build import build_on_meta, load_config
     from launcher.monitor.memory import current_memory_bytes
 
     process = current_memory_bytes()  # with what a rank imports, too, and no model yet
     kernels = defaults()["attention"] if budget is None else budget.attention
-    estimator, used = Estimator(load_config(flags.model), flags.expert_load, kernels), set[str]()
+    model: Any = load_config(flags.model)
+    if flags.lora:
+        from launcher.estimate.adapters import check_adapters, with_adapters
+
+        check_adapters(config, rehearsed=flags.dry_run)
+        model = with_adapters(build_on_meta(model), flags.lora, flags.lora_targets)
+    estimator, used = Estimator(model, flags.expert_load, kernels), set[str]()
     if flags.longest and device is not None:
         return _longest(estimator, config, world, device, as_object=flags.json)
     sequence = flags.seq_length or estimator.sequence
@@ -130,6 +141,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
             "config": flags.config,
             "model": flags.model,
             "parameters": estimator.parameters,
+            "trained_parameters": estimator.trained,
             "num_gpus": world,
             "seq_length": sequence,
             "device_bytes": None if budget is None else budget.memory,
@@ -152,7 +164,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
             print(
                 f"no --config: this one is the fastest that fits, by `launch plan`:\n{json.dumps(written, indent=2)}"
             )
-        memory_tables.show(found, estimator.parameters, sequence)
+        memory_tables.show(found, estimator.parameters, estimator.trained, sequence)
         memory_tables.attention(used)
         print(f"host memory: {node.in_words()}")
         if budget is not None and device is not None:

@@ -24,13 +24,15 @@ ATTENTION = {
 COMPONENTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
-def show(found: Sequence[Estimate], parameters: int, sequence: int) -> None:
+def show(found: Sequence[Estimate], parameters: int, trained: int, sequence: int) -> None:
     """Print each rank that was looked at, by component."""
     from rich.table import Table
 
     console = new_console()
     for one in found:
-        title = f"rank {one.rank} of {one.world}, {parameters / 1e9:.3g} B parameters, sequences of {sequence:,} tokens"
+        some = "" if trained == parameters else f", of which {trained / 1e9:.2g} B are trained"
+        size = f"{parameters / 1e9:.3g} B parameters{some}"
+        title = f"rank {one.rank} of {one.world}, {size}, sequences of {sequence:,} tokens"
         table = Table(title=title, title_justify="left")
         table.add_column("")
         table.add_column("between steps", justify="right")

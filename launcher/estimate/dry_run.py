@@ -1,8 +1,8 @@
 """A run rehearsed: the real engine on one rank of a mesh of any size, with fake tensors and ranks that do not exist.
 
 What is measured is what the engine does: padding, prefetch, buffers, recomputation and all. Three steps are taken: in
-the first one the optimizer makes its states and ZeRO-3 learns its order; the second one finds the peak; the third one
-is looked at there: who holds what.
+the first one the optimizer makes its states and ZeRO-3 learns its order; in the second one buffers are made by that
+order, some after its peak; the third one is measured, and looked at near the peak of the second: who holds what.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def rehearse(
             _step(engine, batch)
             _note_states(engine, watcher.live)
             watcher.begin()
-            # The first one in which the unsharder knows the order, as in all that follow.
             _step(engine, batch)
-            peaks = watcher.end()
-            between = held(engine, watcher.live.now)
-            watcher.look_at(max(peaks.values()))
+            watcher.look_at(max(watcher.end().values()))
+            watcher.begin()
+            # The first one in which all buffers are there, as in all that follow.
             _step(engine, batch)
+            peaks, between = watcher.end(), held(engine, watcher.live.now)
             tiers = engine.zero.placements.tiers
             return Estimate(
                 engine.mesh.rank,

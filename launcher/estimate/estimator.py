@@ -40,7 +40,7 @@ class Estimator:
     """Answers for one model; what it finds out about its blocks it keeps.
 
     Args:
-        model: a causal LM's config.
+        model: a causal LM's config, or the model on meta, whose frozen parameters need no gradients.
         expert_load: tokens that the experts of the busiest rank get, compared with an even share.
         attention: kernels of the device; see `attention_kernels.py`.
         on_host: a run on CPUs: all is in one memory.
@@ -48,15 +48,17 @@ class Estimator:
 
     def __init__(
         self,
-        model: PretrainedConfig,
+        model: PretrainedConfig | nn.Module,
         expert_load: float = 1.0,
         attention: Collection[str] = CPU_KERNELS,
         *,
         on_host: bool = False,
     ) -> None:
-        self.model = build_on_meta(model)
+        whole: Any = model if isinstance(model, nn.Module) else build_on_meta(model)
+        self.model = whole
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        text: Any = self.model.config.get_text_config()
+        self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        text: Any = whole.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
         self.sequence = min(LONG, most) if isinstance(most, int) and most > 0 else LONG
         self._portions, self._traces = RankParts(self.model), ModelTraces(self.model, expert_load, attention)

@@ -1,0 +1,68 @@
+"""LoRA adapters on a model without memory: what a run that trains only them needs (Hu et al. 2021,
+arXiv:2106.09685)."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from launcher.config import Config
+from launcher.errors import ConfigError
+
+EVERY_LAYER = "all-linear"
+
+
+def with_adapters(model: PreTrainedModel, rank: int, targets: str = EVERY_LAYER) -> nn.Module:
+    """Return the model with PEFT's adapters; nothing else is trained.
+
+    Args:
+        model: on meta; it is changed.
+        rank: of the adapters.
+        targets: names of the layers that get one, separated by commas, as in PEFT's `target_modules`.
+
+    Raises:
+        ConfigError: PEFT is not installed, or the model has no such layers.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ConfigError(
+            "adapters are PEFT's, which is not installed", where="--lora", fix="pip install peft"
+        ) from None
+    names = targets if targets == EVERY_LAYER else [name.strip() for name in targets.split(",")]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # which PEFT gets from transformers
+            adapted: nn.Module = get_peft_model(
+                model, LoraConfig(r=rank, target_modules=names, task_type="CAUSAL_LM")
+            )
+    except ValueError as error:
+        raise ConfigError(
+            str(error).splitlines()[0],
+            where="--lora-targets",
+            fix=f"name layers of the model, such as q_proj,v_proj; or {EVERY_LAYER}",
+        ) from None
+    return adapted.train()
+
+
+def check_adapters(config: Config, *, rehearsed: bool) -> None:
+    """Refuse what adapters do not go with.
+
+    Raises:
+        ConfigError: the JSON splits layers over tensor-parallel ranks, or cuts the model into stages and the run is
+            not rehearsed.
+    """
+    if config.tensor_parallel.degree > 1:
+        raise ConfigError(
+            "layers with LoRA adapters are not split over tensor-parallel ranks",
+            where="--lora",
+            fix="use ZeRO stage 3 in place of tensor_parallel",
+        )
+    if config.pipeline.degree > 1 and not rehearsed:
+        raise ConfigError(
+            "the estimate does not know pipeline stages with LoRA adapters",
+            where="--lora",
+            fix="pass --dry-run, which runs the real engine with tensors that have no memory",
+        )

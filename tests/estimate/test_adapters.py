@@ -1,0 +1,91 @@
+"""A run that trains LoRA adapters alone: the estimate is what the real engine takes, rehearsed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from launcher.config import load
+from launcher.errors import ConfigError
+from launcher.estimate.adapters import check_adapters, with_adapters
+from launcher.estimate.attention_kernels import GPU_KERNELS, attention_of
+from launcher.estimate.dry_run import dry_run
+from launcher.estimate.estimator import Estimator
+from launcher.models.build import build_on_meta
+
+pytest.importorskip("peft")
+TOKENS, HOST = 256, {"device": "cpu"}
+SCRATCH = 2.2 * 2**20  # of a step on the host, which the rehearsal takes for memory of the device
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 0": (1, {}),
+    "stage 2": (2, {"zero_optimization": {"stage": 2}}),
+    "stage 3": (2, {"zero_optimization": {"stage": 3}}),
+    "recomputed": (2, {"zero_optimization": {"stage": 3}, "activation_checkpointing": {}}),
+    "on the host": (
+        2,
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
+        },
+    ),
+    "sequences shared": (2, {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}),
+}
+
+
+def adapted(targets: str = "all-linear") -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=4000, use_cache=False,
+    )  # fmt: skip
+    return with_adapters(build_on_meta(config), 8, targets)
+
+
+def config_of(**sections: Any) -> Any:
+    return load(
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            **sections,
+        }
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_as_the_real_engine(name: str) -> None:
+    world, sections = RUNS[name]
+    config = config_of(**sections)
+    found = Estimator(adapted(), attention=GPU_KERNELS).estimate(config, world, 0, TOKENS)
+    with attention_of(GPU_KERNELS, set()):
+        played = dry_run(adapted(), config, world=world, sequence=TOKENS)
+    assert found.peak == pytest.approx(played.peak, rel=0.02, abs=SCRATCH)
+    assert found.between.total == pytest.approx(played.between.total, rel=0.02, abs=SCRATCH)
+    assert found.host == pytest.approx(played.host, rel=0.05)
+
+
+def test_what_is_trained_is_counted() -> None:
+    estimator = Estimator(adapted("q_proj, v_proj"))
+    assert estimator.trained == 4 * 8 * ((256 + 256) + (256 + 128))
+    assert all(not p.requires_grad or "lora" in name for name, p in estimator.model.named_parameters())
+    assert {p.device for p in estimator.model.parameters()} == {torch.device("meta")}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor-parallel"),
+        ({"pipeline": {"stages": 2}}, "--dry-run"),
+    ],
+)
+def test_what_they_do_not_go_with_is_refused(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_adapters(config_of(**sections), rehearsed=False)
+
+
+def test_layers_that_are_not_there_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"nope[^!]*--lora-targets"):
+        adapted("nope")
