@@ -167,6 +167,19 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_bill(parser: argparse.ArgumentParser) -> None:
+    """Add --tokens, --price and --watts."""
+    add = parser.add_argument
+    add("--tokens", type=_many, metavar="N", help="tokens of the whole run (15T, 300B): say what it takes")
+    add("--price", type=_above_zero, metavar="X", help="price of an hour of one GPU, for the run's cost")
+    add(
+        "--watts",
+        type=_above_zero,
+        metavar="W",
+        help="draw of one GPU with its share of the node, for energy",
+    )
+
+
 def add_gpus_per_node(parser: FlagParser) -> None:
     """Add the flag that `launch plan` and `launch calibrate` share."""
     parser.add_argument(
@@ -230,6 +243,18 @@ def _load(text: str) -> float:
     if found < 1:
         raise argparse.ArgumentTypeError("the busiest rank has at least an even share: a number from 1")
     return found
+
+
+def _above_zero(text: str) -> float:
+    found = number(text)
+    if found <= 0:
+        raise argparse.ArgumentTypeError(f"needs a number above 0, not {shown(text)}")
+    return found
+
+
+def _many(text: str) -> float:
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
+    return _above_zero(text if factor is None else text[:-1]) * (factor or 1.0)
 
 
 def _share(text: str) -> float:

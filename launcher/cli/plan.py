@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import (
     FlagParser,
+    add_bill,
     add_expert_load,
     add_gpus_per_node,
     add_model_and_ranks,
@@ -25,6 +26,7 @@ from launcher.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from launcher.plan.bill import Bill
     from launcher.plan.choose import Choice, PlanSearch
     from launcher.plan.memory import MemoryPredictor
     from launcher.plan.work import ModelWork
@@ -84,6 +86,7 @@ def plan_parser() -> FlagParser:
         help="dtype of the parameters (default: bf16)",
     )
     add_expert_load(parser)
+    add_bill(parser)
     add("--top", type=positive, default=10, metavar="K", help="number of layouts to show (default: 10)")
     add("--write", metavar="DS.json", help="write the configuration of the best layout")
     add("--html", metavar="FILE", help="write a report with plots")
@@ -95,6 +98,9 @@ def plan_parser() -> FlagParser:
 def plan(argv: Sequence[str]) -> int:
     """Run `launch plan`; returns 0, or 1 where nothing fits."""
     flags = plan_parser().parse_args(argv)
+    if flags.tokens is None and (flags.price or flags.watts):
+        fix = "say how many tokens the run has: --tokens 300B"
+        raise ConfigError("a price or watts are of a whole run", where="--price, --watts", fix=fix)
     if flags.write:
         must_be_new(flags.write, "--write")
     from launcher.monitor.device_budget import budget_for
@@ -125,6 +131,9 @@ def plan(argv: Sequence[str]) -> int:
         "dtype": flags.dtype,
         "expert_load": flags.expert_load,
         "in_one_piece": work.in_one_piece,
+        "tokens": flags.tokens,
+        "price": flags.price,
+        "watts": flags.watts,
     }
     if not choices:
         return _nothing(flags, inputs, needs.refused.values())
@@ -133,7 +142,8 @@ def plan(argv: Sequence[str]) -> int:
     if flags.json:
         print(
             json.dumps(
-                {"inputs": inputs, "choices": [_object(each) for each in choices], "why": why}, indent=2
+                {"inputs": inputs, "choices": [_object(inputs, each) for each in choices], "why": why},
+                indent=2,
             )
         )
     else:
@@ -238,6 +248,8 @@ def _show(inputs: dict[str, Any], place: PlanSearch, choices: Sequence[Choice], 
     if inputs["in_one_piece"]:
         left = "Pipeline stages and shared sequences are left out: the model has an auxiliary router loss"
         console.print(f"{left} (output_router_logits in its config.json).", markup=False)
+    if (bill := _bill(inputs, choices[0])) is not None:
+        console.print(f"{inputs['tokens']:,.0f} tokens take it {bill.in_words}.", markup=False)
     console.print("\nVariations of the best layout:", markup=False)
     for line in why:
         console.print(f"  {line}", markup=False)
@@ -250,13 +262,25 @@ def _title(inputs: dict[str, Any]) -> str:
     )
 
 
-def _object(choice: Choice) -> dict[str, Any]:
+def _bill(inputs: dict[str, Any], choice: Choice) -> Bill | None:
+    """Return what the run takes with a layout; None where nobody said how many tokens it has."""
+    from launcher.plan.bill import Bill
+
+    if inputs["tokens"] is None:
+        return None
+    rate = inputs["global_batch"] * inputs["seq_length"] / choice.time.total
+    return Bill.of(inputs["tokens"], rate, inputs["devices"], inputs["price"], inputs["watts"])
+
+
+def _object(inputs: dict[str, Any], choice: Choice) -> dict[str, Any]:
+    bill = _bill(inputs, choice)
     return {
         "layout": asdict(choice.layout),
         "seconds": choice.time.total,
         "parts": asdict(choice.time),
         "peak_bytes": choice.peak,
         "flops_per_rank": choice.flops,
+        "run": None if bill is None else asdict(bill),
     }
 
 

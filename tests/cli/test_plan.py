@@ -32,6 +32,30 @@ def test_the_first_choice_is_a_configuration_that_runs(
     assert "<svg" in picture.read_text()
 
 
+BILL = ["--tokens", "2B", "--price", "2.5", "--watts", "1000"]
+
+
+def test_a_run_has_a_bill(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--num-gpus", "4", "--top", "1", *BILL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (choice,) = found["choices"]
+    run, rate = choice["run"], 32 * 128 / choice["seconds"]
+    assert found["inputs"]["tokens"] == 2e9
+    assert run["hours"] == pytest.approx(2e9 / rate / 3600) and run["device_hours"] == 4 * run["hours"]
+    assert run["money"] == pytest.approx(2.5 * run["device_hours"])
+    assert run["kwh"] == pytest.approx(run["device_hours"])
+
+
+def test_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--num-gpus", "4", "--top", "1", *BILL]) == 0
+    assert "2,000,000,000 tokens take it" in (said := capsys.readouterr().out)
+    assert "device-hours" in said and "at that price" in said and "kWh" in said
+    assert main([*PLAN, "--num-gpus", "4", "--price", "2"]) == 2
+    assert "--tokens 300B" in capsys.readouterr().err
+    assert main([*PLAN, "--num-gpus", "4", "--tokens", "0B"]) == 2
+    assert "above 0" in capsys.readouterr().err
+
+
 def test_programs_get_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("node1 slots=2\nnode2 slots=2\n")
