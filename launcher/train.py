@@ -215,12 +215,12 @@ class Training:
         # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
         weights = token_weights(engine, [learned_tokens(batch) for batch in microbatches])
         engine.train()
-        loss = engine.run_microbatches(microbatches, weights)
-        mean_loss, replicas = self._sum(loss) / engine.dp_world_size, 1
+        loss = self._summed(engine.train_microbatches(microbatches, weights)) / engine.dp_world_size
         if self.replica is not None:
             learned = sum(learned_tokens(batch) for batch in microbatches)
-            self.replica.begin_step(mean_loss, learned, stops=bool(self.run.terminated))
+            self.replica.begin_step(float(loss), learned, stops=bool(self.run.terminated))
         engine.step()
+        mean_loss, replicas = float(loss), 1  # not before: the step is queued while the device computes
         if self.replica is not None:
             mean_loss, replicas = self.replica.told.loss, self.replica.told.members
         seen = engine.train_batch_size() * replicas * min(seqlen or self.width, self.width)
@@ -251,9 +251,13 @@ class Training:
         return record
 
     def _sum(self, value: float) -> float:
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.engine.device)
-        all_reduce(tensor, self.engine.mesh.dp, "root/metrics").wait()
-        return float(tensor)
+        return float(self._summed(torch.tensor(value, dtype=torch.float64)))
+
+    def _summed(self, value: Tensor) -> Tensor:
+        """Return the sum over dp, fp64 []; the host waits for nothing."""
+        total = value.to(self.engine.device, torch.float64, copy=True)
+        all_reduce(total, self.engine.mesh.dp, "root/metrics").wait()
+        return total
 
     def _due(self, every: int | None) -> bool:
         return every is not None and every > 0 and self.engine.global_steps % every == 0

@@ -47,7 +47,8 @@ def token_weights(engine: EngineCore, counts: Sequence[int]) -> list[float]:
     Args:
         counts: tokens that are learned, by microbatch; on ranks that read no data any.
     """
-    total = torch.tensor([float(sum(counts))], dtype=torch.float64, device=engine.device)
+    # In host memory: the counts are there, and on the device the host would wait for all that is queued.
+    total = torch.tensor([float(sum(counts))], dtype=torch.float64)
     all_reduce(total, engine.mesh.dp, "root/tokens").wait()
     return [count * engine.mesh.dp.degree / max(1.0, float(total)) for count in counts]
 

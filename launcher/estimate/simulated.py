@@ -98,12 +98,14 @@ class SimulatedPool(BufferPool):
 
     def __init__(self, device: torch.device, taken: Callable[[], None]) -> None:
         super().__init__(device)
-        self._taken = taken
+        take = self.take
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        buffer = super().take(numel, dtype)
-        self._taken()
-        return buffer
+        def take_and_tell(numel: int, dtype: torch.dtype) -> Tensor:
+            buffer = take(numel, dtype)
+            taken()
+            return buffer
+
+        self.take = take_and_tell
 
 
 class SimulatedHooks(Hooks):

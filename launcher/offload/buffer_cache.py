@@ -31,6 +31,7 @@ class BufferCache:
         self._buffers: list[Tensor] = []  # each uint8 [bytes], the newest last
         self._in_use = self.most = 0
         self._alone = _use_count(torch.empty(1))
+        self._travelling: dict[int, torch.cuda.Event] = {}  # by address: what idle buffers hold is on its way
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer [numel] with any content."""
@@ -38,21 +39,37 @@ class BufferCache:
         self._in_use += size
         for i in range(len(self._buffers) - 1, -1, -1):
             if self._buffers[i].numel() == size and _use_count(self._buffers[i]) == self._alone:
-                return self._buffers.pop(i).view(dtype)
+                return self._arrived(self._buffers.pop(i)).view(dtype)
         # what is still referred to will be freed by whoever holds it
+        for one in self._buffers:
+            if one.numel() == size:
+                self._arrived(one)
         self._buffers = [one for one in self._buffers if one.numel() != size]
         self._spare()
         return self._make(numel, dtype)
 
-    def give(self, buffer: Tensor) -> None:
-        """Hand a buffer back."""
+    def give(self, buffer: Tensor, sent: torch.cuda.Event | None = None) -> None:
+        """Hand a buffer back.
+
+        Args:
+            sent: a copy of its content that is under way: the device does not write to the buffer before.
+        """
+        if sent is not None:
+            self._travelling[buffer.data_ptr()] = sent
         raw = buffer.view(torch.uint8)
         self._in_use -= raw.numel()
         self._buffers.append(raw)
 
     def clear(self) -> None:
         """Free every idle buffer."""
-        self._buffers.clear()
+        while self._buffers:
+            self._arrived(self._buffers.pop())
+
+    def _arrived(self, buffer: Tensor) -> Tensor:
+        """Return it; the device waits for what is on its way from it."""
+        if self._travelling and (sent := self._travelling.pop(buffer.data_ptr(), None)) is not None:
+            sent.wait()
+        return buffer
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +84,7 @@ class BufferCache:
     def _spare(self) -> None:
         self.most = max(self.most, self._in_use)
         while self._sparing and self._buffers and self._in_use + self.nbytes > self.most:
-            del self._buffers[0]
+            self._arrived(self._buffers.pop(0))
 
 
 def _use_count(buffer: Tensor) -> int:

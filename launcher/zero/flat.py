@@ -28,7 +28,7 @@ events are needed, and nothing may use a buffer before `wait_for_unshard` or aft
 
 What comes from the host or goes there has a stream for each way, beside the current one. A shard in host memory is
 copied and gathered there, and `Pending.wait` waits for it, too. A gradient goes back to the pool while it goes to the
-host, and whoever takes its buffer next waits (`BufferPool.take`). Host memory that a tier hands out again is not
+host, and whoever takes its buffer next waits (`BufferCache.take`). Host memory that a tier hands out again is not
 ordered by streams: where the shard rests on a tier, the CPU waits for its copy before the memory goes back (`_gather`).
 """
 

@@ -23,36 +23,17 @@ class BufferPool:
 
     Attributes:
         occupants: who is unsharded where, by the address of the storage object.
+        take, give: those of `BufferCache`.
     """
 
     def __init__(self, device: torch.device, idle: BufferCache | None = None) -> None:
         self.device = device
         self.occupants: dict[int, FlatBuffer] = {}
         self._idle = idle or BufferCache(partial(_new, device))
-        self._travelling: dict[int, torch.cuda.Event] = {}  # by address: what idle buffers hold is on its way
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a buffer [numel] with any content."""
-        buffer = self._idle.take(numel, dtype)
-        if self._travelling and (sent := self._travelling.pop(buffer.data_ptr(), None)) is not None:
-            sent.wait()
-        return buffer
-
-    def give(self, buffer: Tensor, sent: torch.cuda.Event | None = None) -> None:
-        """Hand a buffer back.
-
-        Args:
-            sent: a copy of its content that is under way: the device does not write to the buffer before.
-        """
-        if sent is not None:
-            self._travelling[buffer.data_ptr()] = sent
-        self._idle.give(buffer)
+        self.take, self.give = self._idle.take, self._idle.give
 
     def clear(self) -> None:
         """Free every idle buffer."""
-        for sent in self._travelling.values():
-            sent.wait()
-        self._travelling.clear()
         self._idle.clear()
 
     @property
