@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
+from launcher.comm.setup import BACKENDS
 
 
 def line_of(lines: list[list[int]], device: torch.device) -> dist.ProcessGroup | None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.comm.choose import choose, plain_transports
-from launcher.comm.groups import all_ranks, line_of
 from launcher.comm.transport import Alone, Transport, Transports, peers_of
 from launcher.errors import ConfigError
 
@@ -247,8 +246,12 @@ def warning_of_tp_over_nodes(degree: int, world: int, node: int) -> str | None:
 
 
 def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str, Axis]:
+    if world == 1:
+        return {name: Axis(name) for name in AXES}
+    from launcher.comm.groups import all_ranks
+
     ranks = torch.arange(world).view(shape)
-    whole = all_ranks(device) if world in shape and world > 1 else None
+    whole = all_ranks(device) if world in shape else None
     return {
         name: _line(name, device, ranks, dim, whole if degree == world else None)
         for dim, (name, degree) in enumerate(zip(AXES, shape, strict=True))
@@ -262,6 +265,8 @@ def _line(
     degree = ranks.shape[dim]
     if degree == 1:
         return Axis(name)
+    from launcher.comm.groups import line_of
+
     lines = ranks.movedim(dim, -1).reshape(-1, degree).tolist()
     group = group or line_of(lines, device)
     reductions = line_of(lines, device) if device.type == "cuda" else None

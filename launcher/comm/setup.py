@@ -8,9 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from launcher.comm.groups import BACKENDS
 from launcher.comm.started_by import PORT, check_arguments, take_arguments, take_ranks
 from launcher.errors import ConfigError
+
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 
 
 def pick_device(wanted: str = "auto") -> torch.device:

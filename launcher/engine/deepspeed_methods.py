@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from launcher.comm.groups import or_alone
 from launcher.errors import ConfigError
 from launcher.models.units import SPREAD_OVER
 
@@ -55,6 +54,8 @@ class DeepSpeedMethods:
 
     @property
     def seq_data_parallel_group(self) -> Any:
+        from launcher.comm.groups import or_alone
+
         return or_alone(self._engine().mesh.dp_cp.group)
 
     @property

@@ -42,7 +42,6 @@ from torch import Tensor, nn
 
 from launcher.comm import Pending, all_gather, broadcast
 from launcher.models.gradients import put_data
-from launcher.models.host_copies import lane_of
 from launcher.offload.offloaded import OffloadedSlice, OffloadedTensor
 from launcher.offload.placement import Placement
 from launcher.offload.tier import memory
@@ -263,7 +262,11 @@ class FlatBuffer:
                 return pending
         # see [Note: buffers and streams]
         shard = self.shard
-        lane = None if shard.device == buffer.device else lane_of("from host", buffer.device)
+        lane = None
+        if shard.device != buffer.device:
+            from launcher.models.host_copies import lane_of
+
+            lane = lane_of("from host", buffer.device)
         with nullcontext() if lane is None else lane.beside():
             buffer[self.shard_span].copy_(shard, non_blocking=not self._shard_is_offloaded)
             if self._shard_is_offloaded:
