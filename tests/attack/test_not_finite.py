@@ -34,13 +34,13 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pretrained(ctx: RankContext, config: str, output: str, bad: list[int], *flags: str) -> str | None:
     """The recipe, whose loss is NaN in the steps `bad`; what it ends with."""
     os.environ |= {"LAUNCHER_CONFIG": config, "LAUNCHER_OUTPUT_DIR": output, "LAUNCHER_DEVICE": "cpu"}
-    run = Engine.run_microbatches
+    run = Engine.train_microbatches
 
-    def spoiled(engine: Any, batches: Any, weights: Any) -> float:
+    def spoiled(engine: Any, batches: Any, weights: Any) -> Tensor:
         spoils = engine.global_steps + 1 in bad
         return run(engine, batches, [math.nan if spoils else weight for weight in weights])
 
-    with patch.object(sys, "argv", ["pretrain", *flags]), patch.object(Engine, "run_microbatches", spoiled):
+    with patch.object(sys, "argv", ["pretrain", *flags]), patch.object(Engine, "train_microbatches", spoiled):
         try:
             runpy.run_path(str(ROOT / "recipes" / "pretrain.py"), run_name="__main__")
         except NotFiniteError as error:
