@@ -31,12 +31,18 @@ def line_of(lines: list[list[int]], device: torch.device) -> dist.ProcessGroup |
 
 
 def all_ranks(device: torch.device) -> dist.ProcessGroup:
-    """Return the group of all ranks; a new one where scripts have started it for tensors of the device alone. Every
-    rank must call it."""
+    """Return the group of all ranks; one more where scripts have started it in another way. All ranks must call it."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed has been started"
-    if "cpu:" in dist.get_backend_config(world):
-        return connected(world, device)
+    ours = all(f"{kind}:" in dist.get_backend_config(world) for kind in ("cpu", device.type))
+    if device.type == "cuda":  # connected when it was made, and NCCL's
+        ours = ours and "cuda:nccl" in dist.get_backend_config(world) and world.bound_device_id is not None
+    return world if ours else _as_ours(world, device)
+
+
+@lru_cache(maxsize=1)
+def _as_ours(world: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Return one more group of all ranks, for all engines."""
     line = line_of([list(range(world.size()))], device)
     assert line is not None
     return line

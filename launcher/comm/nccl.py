@@ -36,8 +36,12 @@ class NcclTransport(Transport):
     receives before it sends what they answer: on a communicator of both, the send waits behind the receive, and the
     receive waits for the other rank, which waits for the send. So each `Way` has a communicator of its two ranks. It
     is connected when it is opened, in one order on all ranks: NCCL would connect it at its first message, and would
-    let the host wait there until the other rank has come to its end of that message.
+    let the host wait there until the other rank has come to its end of that message. Nor are receives started ahead: a
+    kernel that waits for another rank keeps back all that waits for the whole device, as the loading of a kernel does,
+    and the other rank may need what comes after that.
     """
+
+    posts_ahead = False
 
     def __init__(self, group: dist.ProcessGroup, reductions: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
@@ -91,6 +95,13 @@ class NcclTransport(Transport):
                 )
                 self._ways[way] = self._between_two(store, 0 if self.rank == way.source else 1)
 
+    def close_ways(self) -> None:
+        if self._ways:
+            torch.cuda.synchronize()  # nothing is on its way
+        for way in self._ways.values():
+            way.shutdown()
+        self._ways.clear()
+
     def send(self, tensor: Tensor, to: int, *, back: bool) -> Pending:
         way = self._ways.get(Way(self.rank, to, back))
         return Pending([self.group.send([tensor], to, 0) if way is None else way.send([tensor], 1, 0)])
@@ -100,9 +111,15 @@ class NcclTransport(Transport):
         return Pending([self.group.recv([tensor], source, 0) if way is None else way.recv([tensor], 0, 0)])
 
     def _between_two(self, store: dist.Store, rank: int) -> dist.ProcessGroupNCCL:
-        """Return a communicator of two ranks. Both must call it."""
-        options = dist.ProcessGroupNCCL.Options()
+        """Return a communicator of two ranks, of which rank 0 sends. Both must call it."""
+        options = dist.ProcessGroupNCCL.Options(
+            is_high_priority_stream=True
+        )  # not a stream that others have, too
         options._timeout = timeout_of(self.group)
         made = dist.ProcessGroupNCCL(store, rank, 2, options)
-        made.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        device = torch.device("cuda", torch.cuda.current_device())
+        made.eager_connect_single_device(device)
+        first = torch.zeros(1, device=device)  # at the first message the host waits for the other one
+        way: Any = made
+        (way.send([first], 1, 0) if rank == 0 else way.recv([first], 0, 0)).wait()
         return made

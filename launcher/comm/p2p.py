@@ -33,6 +33,16 @@ class P2PChannel:
         if self.axis.transports is not None:
             self.axis.transports.device.open_ways(ways)
 
+    def close(self) -> None:
+        """Give up what was opened."""
+        if self.axis.transports is not None:
+            self.axis.transports.device.close_ways()
+
+    @property
+    def posts_ahead(self) -> bool:
+        """Return whether receives may be started before what they wait for can come."""
+        return self.axis.transports is None or self.axis.transports.device.posts_ahead
+
     def send(self, tensor: Tensor, to: int, tag: str, *, back: bool = False) -> Pending:
         """Start sending a contiguous tensor to a coordinate of the axis; it must not change until it was waited for."""
         nbytes = tensor.numel() * tensor.element_size()

@@ -76,6 +76,9 @@ def init_distributed(
     take_arguments(init_method, rank, world_size)
     device = device or pick_device()
     backend = BACKENDS[device.type]
+    if device.type == "cuda":
+        # All ways of a group are connected when it is made, as `groups.py` says why: not when one is first used.
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     if init_method is None and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return

@@ -41,7 +41,12 @@ class Transport(ABC):
     Args:
         rank: coordinate of this rank on the axis.
         degree: how many ranks there are.
+
+    Attributes:
+        posts_ahead: a receive may be started before what it waits for can come.
     """
+
+    posts_ahead = True
 
     def __init__(self, rank: int, degree: int) -> None:
         self.rank, self.degree = rank, degree
@@ -72,6 +77,10 @@ class Transport(ABC):
 
     def open_ways(self, ways: Iterable[Way]) -> None:
         """Let messages of these ways be in flight together, each way for itself. Every rank calls it with the same."""
+        return
+
+    def close_ways(self) -> None:
+        """Give up what was opened for them."""
         return
 
     @abstractmethod

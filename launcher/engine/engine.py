@@ -131,4 +131,5 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         self.telemetry.close()
         self.zero.hooks.remove()
         self.zero.reshard_all()
+        self.runtime.channel.close()
         self.zero.placements.close()

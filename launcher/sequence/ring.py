@@ -142,7 +142,7 @@ class _Ring(torch.autograd.Function):
                     pieces.add(at.start, part)
             places = [place for place, _ in _placed(call.runs(chunk))]
             gradients = None
-            if d_keys:
+            if d_keys or call.sees(call.axis.rank, chunk):  # its owner asks `sees`, and waits for zeros, too
                 gradients = (
                     d_keys.joined(places, keys, keys.shape),
                     d_values.joined(places, keys, values.shape),

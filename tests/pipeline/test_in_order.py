@@ -55,15 +55,18 @@ class InOrder(NcclTransport):
 
 
 def compared(ctx: RankContext, case: Case) -> tuple[Found, list[Way]]:
-    made: list[InOrder] = []
-
     def choose(device: torch.device, group: dist.ProcessGroup, reductions: Any = None) -> Transports:
-        made.append(InOrder(group))
-        return Transports.alike(made[-1])
+        return Transports.alike(InOrder(group))
 
-    with patch("launcher.comm.mesh.choose", choose):
+    opened: list[Way] = []
+
+    def closed(transport: InOrder) -> None:
+        opened.extend(sorted(transport._ways))
+        transport._ways.clear()
+
+    with patch("launcher.comm.mesh.choose", choose), patch.object(InOrder, "close_ways", closed):
         found = compare(ctx, case, 3)
-    return found, [way for transport in made for way in sorted(transport._ways)]
+    return found, opened
 
 
 def both_ways(pairs: list[tuple[int, int]]) -> list[Way]:

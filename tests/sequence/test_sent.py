@@ -72,3 +72,27 @@ def test_what_nobody_may_see_is_not_sent(pool: WorkerPool, family: str, seen_by:
     for rank, (mine, number) in enumerate(zip(found, seen_by, strict=True)):
         sees = sum(1 for other in range(rank) if seen_by[other] >= rank - other)
         assert mine[ring.TAG] == (number * part, (number + sees) * part)
+
+
+def norm_of_a_padded_batch(ctx: RankContext, section: dict[str, Any]) -> float | None:
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "context_parallel": section,
+    }
+    engine: Any = launcher.initialize(model=model_of("window"), config=config, device=DEVICE)[0]
+    ids = torch.arange(LENGTH).expand(ROWS, -1) % 13
+    mask = (torch.arange(LENGTH) < 20).long().expand(ROWS, -1)
+    engine.backward(engine(input_ids=ids, labels=ids.masked_fill(mask == 0, -100), attention_mask=mask).loss)
+    engine.step()
+    norm: float | None = engine.get_global_grad_norm()
+    engine.destroy()
+    return norm
+
+
+def test_what_each_rule_allows_and_all_together_do_not_is_waited_for_by_nobody(pool: WorkerPool) -> None:
+    """The last queries of rank 0 see, in their window of 5, keys of rank 1 that are padding."""
+    ring, ulysses = (
+        pool.run(norm_of_a_padded_batch, 2, {kind: 2}, timeout=60) for kind in ("ring", "ulysses")
+    )
+    assert ring == pytest.approx(ulysses, rel=1e-6)

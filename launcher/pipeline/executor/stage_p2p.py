@@ -108,8 +108,8 @@ class StageP2P:
 
     def _post_ahead(self, key: tuple[int, ActionKind]) -> None:
         """Post the next receives whose shapes are known."""
-        expected = self._expected[key]
-        while expected and self._posted.get(key, 0) < AHEAD and self._shapes(expected[0]) is not None:
+        expected, ahead = self._expected[key], AHEAD if self.channel.posts_ahead else 0
+        while expected and self._posted.get(key, 0) < ahead and self._shapes(expected[0]) is not None:
             self._post(key)
 
     def _post(self, key: tuple[int, ActionKind]) -> None:
