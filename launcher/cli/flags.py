@@ -161,7 +161,6 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lora-targets",
-        default="all-linear",
         metavar="NAMES",
         help="the layers that get one, separated by commas (default: all-linear)",
     )

@@ -85,6 +85,9 @@ def memory_estimate(argv: Sequence[str]) -> int:
     from launcher.monitor.device_budget import budget_of
     from launcher.monitor.devices import defaults
 
+    if flags.lora_targets and not flags.lora:
+        fix = "give the rank of the adapters, too: --lora 16"
+        raise ConfigError("layers are named, and no adapters are asked for", where="--lora-targets", fix=fix)
     if flags.lora and not flags.config:
         fix = "name the run's JSON; what is proposed without one trains all parameters"
         raise ConfigError("missing --config", where="--lora", fix=fix)
@@ -115,10 +118,10 @@ def memory_estimate(argv: Sequence[str]) -> int:
     kernels = defaults()["attention"] if budget is None else budget.attention
     model: Any = load_config(flags.model)
     if flags.lora:
-        from launcher.estimate.adapters import check_adapters, with_adapters
+        from launcher.estimate.adapters import EVERY_LAYER, check_adapters, with_adapters
 
         check_adapters(config, rehearsed=flags.dry_run)
-        model = with_adapters(build_on_meta(model), flags.lora, flags.lora_targets)
+        model = with_adapters(build_on_meta(model), flags.lora, flags.lora_targets or EVERY_LAYER)
     estimator, used = Estimator(model, flags.expert_load, kernels), set[str]()
     if flags.longest and device is not None:
         return _longest(estimator, config, world, device, as_object=flags.json)

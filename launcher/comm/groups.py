@@ -34,9 +34,10 @@ def all_ranks(device: torch.device) -> dist.ProcessGroup:
     """Return the group of all ranks; one more where scripts have started it in another way. All ranks must call it."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed has been started"
-    ours = all(f"{kind}:" in dist.get_backend_config(world) for kind in ("cpu", device.type))
-    if device.type == "cuda":  # connected when it was made, and NCCL's
-        ours = ours and "cuda:nccl" in dist.get_backend_config(world) and world.bound_device_id is not None
+    backends = dist.get_backend_config(world)
+    ours = "cpu:" in backends
+    if device.type == "cuda":  # NCCL's, and connected when it was made
+        ours = ours and "cuda:nccl" in backends and world.bound_device_id is not None
     return world if ours else _as_ours(world, device)
 
 

@@ -87,12 +87,10 @@ class NcclTransport(Transport):
 
     def open_ways(self, ways: Iterable[Way]) -> None:
         _openings[self.group.group_name] += 1
+        opening = dist.PrefixStore(f"ways {_openings[self.group.group_name]}", self.group.get_group_store())
         for way in sorted(set(ways) - self._ways.keys()):
             if self.rank in (way.source, way.to):
-                store = dist.PrefixStore(
-                    f"{_openings[self.group.group_name]}: {way.source} to {way.to}, {way.back}",
-                    self.group.get_group_store(),
-                )
+                store = dist.PrefixStore(f"{way.source} to {way.to}, {way.back}", opening)
                 self._ways[way] = self._between_two(store, 0 if self.rank == way.source else 1)
 
     def close_ways(self) -> None:
@@ -112,9 +110,8 @@ class NcclTransport(Transport):
 
     def _between_two(self, store: dist.Store, rank: int) -> dist.ProcessGroupNCCL:
         """Return a communicator of two ranks, of which rank 0 sends. Both must call it."""
-        options = dist.ProcessGroupNCCL.Options(
-            is_high_priority_stream=True
-        )  # not a stream that others have, too
+        # torch has 32 streams for all others, and would give two communicators the same one
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout_of(self.group)
         made = dist.ProcessGroupNCCL(store, rank, 2, options)
         device = torch.device("cuda", torch.cuda.current_device())

@@ -125,3 +125,13 @@ def test_without_a_configuration_one_is_proposed(capsys: pytest.CaptureFixture[s
         assert "missing --config" in capsys.readouterr().err
     assert main([*asked, "--gpu", "h100", "--reserve", "0.999"]) == 2
     assert "no layout of 4 x" in capsys.readouterr().err
+
+
+def test_adapters_are_asked_for_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "--lora", "4", "--json"]) == 0
+    inputs = json.loads(capsys.readouterr().out)["inputs"]
+    assert 0 < inputs["trained_parameters"] < inputs["parameters"] / 10
+    assert main([*ASKED, "--lora-targets", "q_proj"]) == 2
+    assert "--lora 16" in capsys.readouterr().err
+    assert main(["memory-estimate", "--model", "default", "--gpu", "h100", "--lora", "4"]) == 2
+    assert "--config" in capsys.readouterr().err
