@@ -15,6 +15,7 @@ from tests.cluster.test_faults import WAITING
 from tests.cluster.testbed import CANNOT, SCRIPT, Hosts, ended, thorough, wait_for
 
 pytestmark = thorough
+NODES = ("node1", "node2")
 LAUNCH = (
     "salloc",
     "-Q",
@@ -56,6 +57,21 @@ def left(hosts: Hosts, name: str) -> list[str]:
     return [line for line in hosts.left(name) if not any(word in line for word in ("slurm", "munged"))]
 
 
+def start_now(hosts: Hosts, job: str) -> None:
+    """Have a job that is queued again start at once; Slurm would wait for two minutes.
+
+    Not before the last process of its first time has ended: Slurm takes what that one says at its end for the end of
+    the second time.
+    """
+
+    def waits() -> bool:
+        pending = "JobState=PENDING" in hosts("exec", "head", "--", "scontrol", "show", "job", job)
+        return pending and not any("slurmstepd" in line for name in NODES for line in hosts.left(name))
+
+    wait_for(waits, "the end of the first time", limit_s=90)
+    hosts("exec", "head", "--", "scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
 def test_hosts_are_those_of_the_allocation(slurm: Hosts, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os, socket; print(socket.gethostname(), os.environ['RANK'], flush=True)"
@@ -79,9 +95,7 @@ def test_faults(slurm: Hosts, tmp_path: Path, fault: str) -> None:
     else:
         slurm("exec", "head", "--", "pkill", "-9", "-f", "^[^ ]*python.* -m launcher.cli.main")
     end = ended(process, since, limit_s=30)
-    wait_for(
-        lambda: not left(slurm, "node1") and not left(slurm, "node2"), "the end of the ranks", limit_s=10
-    )
+    wait_for(lambda: not any(left(slurm, name) for name in NODES), "the end of the ranks", limit_s=10)
     assert end.took_s < 10
     if fault == "rank":
         assert end.code == 137 and "rank 3 (node2, local rank 1" in end.errors
@@ -116,17 +130,11 @@ def test_a_job_that_is_queued_again_says_so_to_its_ranks(slurm: Hosts, tmp_path:
     flags = ("--submit=--parsable", "--num_nodes", "2", "--num_gpus", "1", "--device", "cpu")
     job = slurm.launch(tmp_path, *flags, "script.py", "--output-dir", "out").out.split()[-1]
     wait_for(lambda: (tmp_path / "rank1-0").exists(), "the first time")
-    control = [sys.executable, str(SCRIPT), "exec", "head", "--", "scontrol"]
-    subprocess.run([*control, "requeue", job], env=slurm.env, check=True)
-
-    def runs_again() -> bool:
-        now = [*control, "update", f"JobId={job}", "StartTime=now"]  # else Slurm waits for two minutes
-        subprocess.run(now, env=slurm.env, capture_output=True)
-        return (tmp_path / "rank1-1").exists() and (tmp_path / "rank0-1").exists()
-
-    wait_for(runs_again, "the second time", limit_s=150)
+    slurm("exec", "head", "--", "scontrol", "requeue", job)
+    start_now(slurm, job)
+    wait_for(lambda: (tmp_path / "rank1-1").exists() and (tmp_path / "rank0-1").exists(), "the second time")
     wait_for(lambda: "COMPLETED" in slurm("exec", "head", "--", "scontrol", "show", "job", job), "its end")
-    assert not left(slurm, "node1") and not left(slurm, "node2")
+    assert not any(left(slurm, name) for name in NODES)
 
 
 def test_a_job_whose_time_is_up_saves_and_queues_itself_again(slurm: Hosts, tmp_path: Path) -> None:
@@ -135,22 +143,14 @@ def test_a_job_whose_time_is_up_saves_and_queues_itself_again(slurm: Hosts, tmp_
     flags = ("--submit=--parsable", "--num_nodes", "2", "--num_gpus", "1", *arguments)
     job = slurm.launch(tmp_path, *flags).out.split()[-1]
 
-    def control(*words: str) -> str:
-        command = [sys.executable, str(SCRIPT), "exec", "head", "--", *words]
-        return subprocess.run(command, env=slurm.env, capture_output=True, text=True).stdout
-
-    def has_resumed() -> bool:
-        time.sleep(2)  # Slurm needs a moment between two updates
-        control("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits for two minutes
-        return "resumed from" in (tmp_path / "out/logs/rank0.log").read_text()
-
     wait_for(lambda: steps_made(tmp_path) > 5, "steps")
-    control("scancel", "--batch", "--signal=USR1", job)
-    wait_for(has_resumed, "the second time", limit_s=150)
+    slurm("exec", "head", "--", "scancel", "--batch", "--signal=USR1", job)
+    start_now(slurm, job)
+    wait_for(lambda: "resumed from" in (tmp_path / "out/logs/rank0.log").read_text(), "the second time")
     made = steps_made(tmp_path)
     wait_for(lambda: steps_made(tmp_path) > made, "more steps")
-    control("scancel", "--batch", "--signal=TERM", job)
+    slurm("exec", "head", "--", "scancel", "--batch", "--signal=TERM", job)
     wait_for(lambda: "FAILED" in slurm("exec", "head", "--", "scontrol", "show", "job", job), "its end")
     said = next((tmp_path / "out").glob("slurm-*.out")).read_text()
     assert said.count("all ranks have ended well") == 2 and said.count("SIGTERM: saved after step") == 2
-    assert not left(slurm, "node1") and not left(slurm, "node2")
+    assert not any(left(slurm, name) for name in NODES)
