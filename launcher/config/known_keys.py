@@ -45,24 +45,10 @@ expert_parallel
 datastates_ckpt | | a package that saves in the background | write "checkpoint": {"writer": {"decoupled": true}}
   host_cache_size | | host memory of that engine | write "checkpoint": {"writer": {"decoupled": true}}
 compile
-  deepcompile | false | compiler passes; ZeRO here is not supported with DeepCompile | write "enabled": true instead
-  autoep_non_moe | false | DeepCompile: compiles what is not experts | delete it; `"enabled": true` compiles each block
-  free_activation | false | DeepCompile: frees large activations early | write `activation_checkpointing`
-  free_activation_threshold | 10485760 | DeepCompile: bytes of a large activation | delete it
   offload_activation | false | DeepCompile: activations on the host | write activation_checkpointing.cpu_checkpointing
   offload_activation_pin_memory | true | DeepCompile: page-locks them | delete it; cpu_checkpointing always does
   offload_opt_states | false | DeepCompile: moves optimizer state | shard it: zero_optimization.stage 1, 2 or 3
   offload_parameters | false | DeepCompile: moves parameters | shard them: zero_optimization.stage 3
-  double_buffer | true | DeepCompile: two buffers | delete it; it acts with DeepCompile only
-  symmetric_memory | false | DeepCompile: symmetric memory | delete it; it acts with DeepCompile only
-  debug_log | false | DeepCompile: writes the graphs | set TORCH_LOGS=graph_code in the environment
-  sync_before_reduce | false | DeepCompile: waits | delete it; it acts with DeepCompile only
-  sync_after_reduce | false | DeepCompile: waits | delete it; it acts with DeepCompile only
-  sync_before_allgather | false | DeepCompile: waits | delete it; it acts with DeepCompile only
-  sync_after_allgather | false | DeepCompile: waits | delete it; it acts with DeepCompile only
-  keep_int_input_tensors | true | DeepCompile: keeps whole-number inputs | delete it; it acts with DeepCompile only
-  keep_all_input_tensors | false | DeepCompile: keeps all inputs | delete it; it acts with DeepCompile only
-  passes | | DeepCompile: list of passes | delete it; ZeRO's stage comes from zero_optimization.stage
 hybrid_engine
   enabled | false | one engine that trains and generates | call engine.module.generate(), on all ranks alike
   max_out_tokens | | tokens to generate
@@ -236,6 +222,21 @@ monitor_config | | from examples of old documentation | write `tensorboard`, `wa
 
 
 IDLE = """
+compile
+  deepcompile | | engine.compile(), or "enabled": true, compiles each block; ZeRO's gathers overlap with or without it
+  passes | | zero_optimization, sequence_parallel_size and tensor_parallel say what is sharded and split
+  autoep_non_moe | | each block is compiled
+  free_activation | | activations are freed as the backward goes on
+  free_activation_threshold | | activations are freed as the backward goes on
+  double_buffer | | buffers of gathered parameters are reused by themselves
+  symmetric_memory | | collectives are those of the backend
+  debug_log | | TORCH_LOGS=graph_code in the environment shows the graphs
+  sync_before_reduce | | reductions wait for what they need
+  sync_after_reduce | | reductions wait for what they need
+  sync_before_allgather | | gathers wait for what they need
+  sync_after_allgather | | gathers wait for what they need
+  keep_int_input_tensors | | no inputs are kept
+  keep_all_input_tensors | | no inputs are kept
 expert_parallel
   validate_folding_routing | | checks the routing
   async_split_plan | | plans the exchange meanwhile

@@ -17,7 +17,6 @@ from launcher.engine.saving import CheckpointMixin
 from launcher.engine.telemetry import Telemetry
 from launcher.engine.torch_clipping import follow_clipping
 from launcher.engine.whole_batches import WholeBatches
-from launcher.errors import ConfigError
 from launcher.monitor.log import set_level
 from launcher.monitor.writers import Monitor
 from launcher.optim.sharded import ShardedOptimizer
@@ -96,13 +95,12 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
 
         Args:
             backend, compile_kwargs: of torch.compile.
-            schedule: of DeepCompile's passes; refused.
+            schedule: a list of (step, DeepCompile's passes); has no effect, which is logged. ZeRO's gathers are started
+                ahead of the blocks whether they are compiled or not.
         """
         if schedule is not None:
-            raise ConfigError(
-                "schedule= is a list of DeepCompile's passes, which are not available here",
-                where="Engine.compile()",
-                fix="leave it out: the blocks are compiled with torch.compile",
+            self.telemetry.say(
+                "engine.compile(): schedule= has no effect: blocks are compiled with torch.compile"
             )
         if not self.is_compiled:
             from launcher.models.compiled import compile_blocks

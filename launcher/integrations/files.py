@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from launcher.errors import CheckpointError
+from launcher.integrations.refused import NotHere, missing
 
 MODEL_FILES, OPTIMIZER_FILES = "*_model_states.pt", "*_optim_states.pt"
 FIRST_MODEL_FILE = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -95,3 +96,15 @@ class TorchCheckpointEngine:
     def commit(self, info: Any) -> bool:
         """Return True: what save() has returned from is written."""
         return True
+
+
+class MegatronSDLoader:
+    """Megatron's files in DeepSpeed's inference, of which nothing is read here. Scripts put a check of their own into
+    the class."""
+
+    def __init__(self, *unused: Any, **keywords: Any) -> None:
+        what, how = missing("runtime.state_dict_factory.MegatronSDLoader")
+        raise NotHere(what, **how)
+
+    def sanity_check(self, ckpt_file_name: str) -> None:
+        """Look at nothing."""

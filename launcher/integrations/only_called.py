@@ -10,18 +10,15 @@ from launcher.integrations.refused import PACKAGE, NotHere, missing
 
 _CALLS: Mapping[str, str] = {
     "": """
-        DeepSpeedHybridEngine DeepSpeedTransformerConfig DeepSpeedTransformerLayer DualPipeVModule
-        default_inference_config replace_transformer_layer""",
-    "checkpoint": "DeepSpeedCheckpoint ZeROCheckpoint enable_universal_checkpoint",
+        DeepSpeedHybridEngine DualPipeVModule default_inference_config replace_transformer_layer""",
+    "checkpoint": "DeepSpeedCheckpoint ZeROCheckpoint",
     "checkpoint.deepspeed_checkpoint": "DeepSpeedCheckpoint",
     "checkpoint.ds_to_universal": "main",
-    "checkpoint.universal_checkpoint": "enable_universal_checkpoint load_hp_checkpoint_state",
+    "checkpoint.universal_checkpoint": "load_hp_checkpoint_state",
     "inference": "DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine",
     "inference.config": "DeepSpeedInferenceConfig DeepSpeedTPConfig",
-    "io": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter",
     "linear": "LoRAConfig OptimizedLinear QuantizationConfig",
-    "module_inject": "LinearAllreduce LinearLayer replace_transformer_layer set_autotp_mode",
-    "module_inject.layers": "LinearAllreduce LinearLayer",
+    "module_inject": "replace_transformer_layer set_autotp_mode",
     "moe": "",
     "moe.ep_count": "count_tokens_per_expert",
     "moe.ep_experts": """
@@ -41,12 +38,11 @@ _CALLS: Mapping[str, str] = {
     "moe.sharded_moe": """
         Base MOELayer TopKGate einsum exp_selection_uniform_map gumbel_map gumbel_rsample multiplicative_jitter
         uniform_map""",
-    "ops.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
     "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer",
     "runtime.domino.transformer": "DominoTransformer",
     "runtime.hybrid_engine": "DeepSpeedHybridEngine",
     "runtime.sparse_tensor": "SparseTensor",
-    "runtime.state_dict_factory": "MegatronSDLoader SDLoaderFactory",
+    "runtime.state_dict_factory": "SDLoaderFactory",
     "runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
     "sequence": """
         InternVLFusionAdapter LlavaFusionAdapter ModalityFusionSPAdapter Qwen2VLFusionAdapter SPModelInfo
@@ -60,13 +56,12 @@ _CALLS: Mapping[str, str] = {
         VocabParallelCausalLMLoss VocabParallelCrossEntropyLoss configure_vocab_parallel_loss
         validate_vocab_parallel_loss vocab_parallel_cross_entropy vocab_sequence_parallel_cross_entropy""",
     "sequence.fpdt_layer": """
-        FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss SequenceChunk apply_rotary_pos_emb_backward
-        bias_gelu bias_gelu_back flash_attn_version update_out_and_lse""",
+        FPDT_Attention SequenceChunk apply_rotary_pos_emb_backward bias_gelu bias_gelu_back flash_attn_version
+        update_out_and_lse""",
     "sequence.layer": """
         apply_rotary_pos_emb post_all2all pre_all2all_fun register_all_to_all_group uneven_heads_all2all""",
     "sequence.linear_cross_entropy": "vocab_parallel_linear_cross_entropy",
     "sequence.vocab_parallel_ops": "vocab_parallel_entropy vocab_parallel_kl_div vocab_parallel_logprobs",
-    "utils.groups": "_create_expert_data_and_model_parallel",
 }
 
 ONLY_CALLS: Mapping[str, tuple[str, ...]] = {module: tuple(names.split()) for module, names in _CALLS.items()}

@@ -105,6 +105,11 @@ _BWC = _from(
     "bwc_tensor_model_parallel_world_size",
 )
 
+_BERT = _from(f"{_PACKAGE}.transformer_layer", "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer")
+_PASSES = f"{_PACKAGE}.compiler_passes"
+_SPLIT = _from(f"{_PACKAGE}.split_parameters", "LinearAllreduce", "LinearLayer")
+_UNIVERSAL = _from(_HERE, "enable_universal_checkpoint")
+
 NAMES: Mapping[str, Mapping[str, str]] = {
     "": {
         **_ENGINE,
@@ -132,6 +137,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "__git_hash__": f"{_PACKAGE}.version_report:git_hash",
         "__git_branch__": f"{_PACKAGE}.version_report:git_branch",
         "load_ds_config": f"{_PACKAGE}.configuration:load_ds_config",
+        **_BERT,
     },
     "accelerator": _ACCELERATOR,
     "accelerator.abstract_accelerator": _from(_DEVICE, "DeepSpeedAccelerator"),
@@ -139,12 +145,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         **_ACCELERATOR,
         "SUPPORTED_ACCELERATOR_LIST": f"{_DEVICE}:SUPPORTED_ACCELERATOR_LIST",
     },
-    "checkpoint": _NAMES_OF_FILES,
+    "checkpoint": {**_NAMES_OF_FILES, **_UNIVERSAL},
     "checkpoint.constants": {},
     "checkpoint.utils": {
         **_NAMES_OF_FILES,
         "clone_tensors_for_torch_save": f"{_HERE}:clone_tensors_for_torch_save",
     },
+    "checkpoint.universal_checkpoint": _UNIVERSAL,
     "checkpointing": {},
     "comm": {**_COMM_FIRST, **_from(_BEFORE, "mpi_discovery")},
     "comm.comm": {**_COMM_FIRST, **_from(_BEFORE, "mpi_discovery")},
@@ -153,6 +160,15 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "comm.reduce_op": {"ReduceOp": f"{_PACKAGE}.collectives:ReduceOp"},
     "comm.torch": {},
     "comm.utils": {},
+    "compile.passes": {},
+    "compile.passes.offload_adam_states": _from(
+        _PASSES, "move_opt_states", "move_opt_states_sync", "offload_adam_states_for_init"
+    ),
+    "compile.passes.prefetch": _from(_PASSES, "schedule_prefetch"),
+    "compile.passes.selective_gather": _from(_PASSES, "selective_gather"),
+    "compile.passes.sp_compile": _from(_PASSES, "prepare_autosp_inputs"),
+    "compile.passes.zero3_compile": _from(_PASSES, "add_z3_gather_release"),
+    "compile.passes.zero_1_and_2_compile": _from(_PASSES, "add_z1_reduce"),
     "compression.helper": _NESTED,
     "constants": {"default_pg_timeout": f"{_BEFORE}:WAIT"},
     "elasticity": {},
@@ -160,13 +176,20 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "elasticity.config": {},
     "env_report": {},
     "git_version_info": {},
+    "io": _from(
+        f"{_PACKAGE}.file_writers", "FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"
+    ),
     "launcher.constants": {},
     "launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": f"{_BEFORE}:DEEPSPEED_ENVIRONMENT_NAME",
         "main": "launcher.cli.main:main",
         **_from(f"{_PACKAGE}.hostfiles", "EXPORT_ENVS", "fetch_hostfile", "parse_inclusion_exclusion"),
     },
-    "module_inject.layers": _from(f"{_PACKAGE}.split_parameters", "GatherReplacedLayerParams"),
+    "module_inject": _SPLIT,
+    "module_inject.layers": {
+        **_SPLIT,
+        **_from(f"{_PACKAGE}.split_parameters", "GatherReplacedLayerParams"),
+    },
     "module_inject.policy": _from(_UTILITIES, "transpose"),
     "moe.layer": _from(f"{_PACKAGE}.experts", "MoE"),
     "moe.sharded_moe": _from(f"{_PACKAGE}.gating", "top1gating", "top2gating", "topkgating"),
@@ -194,6 +217,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "ops.op_builder": {},
     "ops.op_builder.async_io": _BUILDER,
     "ops.op_builder.builder": _from(_OPS, "OpBuilder"),
+    "ops.transformer": _BERT,
     "pipe": _PIPE,
     "profiling.constants": {},
     "profiling.flops_profiler": {},
@@ -254,6 +278,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
         **_from(f"{_PACKAGE}.ulysses", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"),
     },
+    "runtime.state_dict_factory": _from(f"{_PACKAGE}.files", "MegatronSDLoader"),
     "runtime.utils": {
         "bwc_tensor_model_parallel_rank": f"{_GROUPS}:bwc_tensor_model_parallel_rank",
     },
@@ -308,6 +333,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         **_from(f"{_PACKAGE}.nested", "apply_to_tensors_only"),
         **_from(f"{_HERE}", "is_zero_supported_optimizer"),
     },
+    "sequence.fpdt_layer": _from(
+        f"{_PACKAGE}.chunked_sequences", "FPDT_FFN", "FPDT_InputConstruct", "FPDT_LogitsLoss"
+    ),
     "utils": {
         **_LEAVES,
         **_FRAGMENTS,
@@ -338,7 +366,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "utils.bwc": _BWC,
     "utils.config": {},
     "utils.exceptions": _from(_ENUMERATIONS, "DeprecatedException"),
-    "utils.groups": {},
+    "utils.groups": _from(_GROUPS, "_create_expert_data_and_model_parallel"),
     "utils.init_on_device": _from(_UTILITIES, "OnDevice"),
     "utils.logging": {},
     "utils.module_utils": _NESTED,

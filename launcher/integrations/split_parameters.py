@@ -1,5 +1,5 @@
-"""Parameters that tensor-parallel ranks share, whole while a script reads them: `GatherReplacedLayerParams` of
-`deepspeed.module_inject.layers`."""
+"""What scripts ask of layers that tensor-parallel ranks share, of `deepspeed.module_inject.layers`: whether a layer is
+one of them, and parameters that are whole while they are read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,31 @@ from torch import Tensor, nn
 
 from launcher.engine.fragments import ENGINES
 from launcher.errors import LauncherError
+from launcher.tensor.layers import ColumnParallel, RowParallel, SplitModule
 from launcher.tensor.split import whole
 from launcher.zero import ShardedParameter
 from launcher.zero.slot import ParamSlot
 
 WHERE = "GatherReplacedLayerParams"
+
+
+class _SplitLayer(type):
+    """A class whose instances are the layers that `tensor_parallel` of the JSON has split in one way."""
+
+    split: type[SplitModule]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.split)
+
+    def __call__(cls, *args: Any, **keywords: Any) -> Any:
+        raise LauncherError(
+            f"{cls.__name__} cannot be made by a script: it stands for a layer that is split",
+            fix="tensor_parallel in the JSON splits the layers; partition_config names layers of your own",
+        )
+
+
+LinearLayer = _SplitLayer("LinearLayer", (), {"split": ColumnParallel})
+LinearAllreduce = _SplitLayer("LinearAllreduce", (), {"split": RowParallel})
 
 
 class GatherReplacedLayerParams:

@@ -270,6 +270,10 @@ def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
     """Do nothing: `optimizer.type` Muon finds the matrices by itself."""
 
 
+def enable_universal_checkpoint(param_list: Any) -> None:
+    """Do nothing: a checkpoint loads on any number of ranks, without a conversion."""
+
+
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
     """Return whether ZeRO steps it: any torch optimizer, elementwise or of whole parameters."""
     return isinstance(optimizer, torch.optim.Optimizer)

@@ -9,6 +9,7 @@ import torch
 
 from launcher.config import Config, ConfigProblems, load
 from launcher.errors import ConfigError
+from launcher.integrations.compiler_passes import add_z3_gather_release
 from tests.engine.driving import config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.zero.models import stack
@@ -73,11 +74,12 @@ def test_what_the_section_compiles(
 def by_hand(ctx: RankContext) -> tuple[bool, bool]:
     engine = engine_of(config_of(2))
     before = engine.is_compiled
-    with pytest.raises(ConfigError, match="schedule"):
-        engine.compile(schedule=[(0, [])])
     with pytest.raises(ConfigError, match="inductr"):
         engine.compile("inductr")
-    engine.compile("eager", {"fullgraph": True})
+    said: list[str] = []
+    engine.telemetry.say = said.append  # type: ignore[method-assign]
+    engine.compile("eager", {"fullgraph": True}, schedule=[(0, [add_z3_gather_release])])
+    assert "schedule= has no effect" in said[0] and len(said) == 1
     forward = engine.module.blocks[0].forward
     engine.compile("aot_eager")
     assert engine.module.blocks[0].forward is forward
@@ -106,13 +108,19 @@ def test_the_section_alone() -> None:
     assert load(load({"compile": KEYS}).to_dict()) == load({"compile": KEYS}) != Config()
 
 
-@pytest.mark.key("compile.deepcompile", "compile.passes", "compile.offload_activation")
-@pytest.mark.parametrize(("key", "value", "instead"), [
-    ("deepcompile", True, '"enabled": true'), ("passes", ["z3"], "zero_optimization.stage"),
-    ("offload_activation", True, "activation_checkpointing.cpu_checkpointing"),
-])  # fmt: skip
-def test_deepcompile_is_refused_and_says_what_to_write(key: str, value: Any, instead: str) -> None:
+@pytest.mark.key("compile.deepcompile", "compile.passes")
+def test_deepcompile_has_no_effect_and_says_so() -> None:
+    section = {"deepcompile": True, "passes": ["z3"], "free_activation": True, "sync_before_reduce": True}
+    config = load({"compile": section, "train_batch_size": 1})
+    assert not config.compile.on
+    said = {note.path: note.what for note in config.notes if note.path[0] == "compile"}
+    assert set(said) == {("compile", key) for key in section}
+    assert "engine.compile()" in said["compile", "deepcompile"]
+
+
+@pytest.mark.key("compile.offload_activation")
+def test_deepcompile_that_offloads_is_refused_and_says_what_to_write() -> None:
     with pytest.raises(ConfigProblems) as caught:
-        load({"compile": {key: value}})
+        load({"compile": {"deepcompile": True, "offload_activation": True}})
     (problem,) = caught.value.problems
-    assert problem.fix is not None and instead in problem.fix
+    assert problem.fix is not None and "activation_checkpointing.cpu_checkpointing" in problem.fix

@@ -183,6 +183,31 @@ def test_checkpoints_go_on_with_other_sizes(pool: WorkerPool, tmp_path: Any) -> 
     assert after[0][0] == pytest.approx(before[0][0], rel=1e-6)
 
 
+def grouped(ctx: RankContext) -> tuple[int, ...]:
+    """Sizes and ranks of the groups of a script that has no engine yet; afterwards there are none again."""
+    groups._create_expert_data_and_model_parallel(2)
+    try:
+        said = (
+            groups._get_expert_parallel_world_size(),
+            groups._get_expert_parallel_rank(),
+            groups._get_expert_data_parallel_world_size(),
+            groups._get_expert_data_parallel_rank(),
+        )
+        one = torch.ones(1)
+        dist.all_reduce(one, group=groups._get_expert_parallel_group())
+        assert one == 2
+    finally:
+        groups._BEFORE_ENGINES.clear()
+    for degree, more in (3, {}), (2, {"use_data_before_expert_parallel_": True}), (2, {"mpu": object()}):
+        with pytest.raises(ArgumentsError, match="before the engine"):
+            groups._create_expert_data_and_model_parallel(degree, **more)  # type: ignore[arg-type]
+    return said
+
+
+def test_groups_before_there_is_an_engine(pool: WorkerPool) -> None:
+    assert pool.run(grouped, 4) == [(2, 0, 2, 0), (2, 1, 2, 0), (2, 0, 2, 1), (2, 1, 2, 1)]
+
+
 def exported(ctx: RankContext, directory: Path) -> dict[str, Tensor]:
     config = {
         "train_micro_batch_size_per_gpu": 2,

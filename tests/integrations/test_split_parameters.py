@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from launcher.errors import LauncherError
-from launcher.integrations.split_parameters import GatherReplacedLayerParams
+from launcher.integrations.split_parameters import (
+    GatherReplacedLayerParams,
+    LinearAllreduce,
+    LinearLayer,
+)
 from launcher.integrations.stand_ins import initialize
 from tests.engine.driving import config_of
 from tests.pool import RankContext, WorkerPool
@@ -33,6 +37,13 @@ def read(ctx: RankContext, stage: int) -> list[int]:
         GatherReplacedLayerParams(some, engine.module),
     ):
         some.data.add_(1)
+    kinds = [
+        sum(isinstance(module, kind) for module in engine.module.modules())
+        for kind in (LinearLayer, LinearAllreduce)
+    ]
+    assert kinds[0] > kinds[1] > 0, kinds  # queries, keys, values beside one output
+    with pytest.raises(LauncherError, match="cannot be made by a script"):
+        LinearAllreduce(torch.nn.Linear(2, 2), None)
     engine.destroy()
     return [split]
 

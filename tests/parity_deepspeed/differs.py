@@ -18,10 +18,41 @@ _SLICES = (
     "nothing of transformers is replaced: initialize(mpu=...) changes the model; masks and documents are kept"
 )
 _ADAPTER = "pads to a multiple of the ranks, and makes position_ids where there are none"
+_SPLIT = ("LinearAllreduce", "LinearLayer")
 _NVTX = "a profile has launcher's own ranges"
 
 DIFFERS: Mapping[str, str] = {
     **dict.fromkeys(("InferenceEngine", "init_inference", "inference.engine.InferenceEngine"), _RUN),
+    **dict.fromkeys(
+        ("DeepSpeedTransformerLayer", "ops.transformer.DeepSpeedTransformerLayer"),
+        "torch's operators; new weights of residual branches are smaller on every rank, not on the first alone",
+    ),
+    **dict.fromkeys(
+        (
+            "compile.passes.offload_adam_states",
+            "compile.passes.prefetch",
+            "compile.passes.selective_gather",
+            "compile.passes.zero3_compile",
+            "compile.passes.zero_1_and_2_compile",
+        ),
+        "names a pass for engine.compile(schedule=...), where it has no effect",
+    ),
+    "compile.passes.sp_compile": "gives them as they are: sequence_parallel_size of the JSON shares sequences",
+    "io.FastFileWriter": "by system calls, without the buffers of its config; one writer of a file",
+    **dict.fromkeys(
+        (f"{module}.{name}" for module in ("module_inject", "module_inject.layers") for name in _SPLIT),
+        "for isinstance(): tensor_parallel of the JSON makes the layers",
+    ),
+    **dict.fromkeys(
+        (
+            "checkpoint.enable_universal_checkpoint",
+            "checkpoint.universal_checkpoint.enable_universal_checkpoint",
+        ),
+        "does nothing: a checkpoint loads on any number of ranks",
+    ),
+    "runtime.state_dict_factory.MegatronSDLoader": "reads nothing; scripts can put a check of their own into it",
+    "sequence.fpdt_layer.FPDT_FFN": "the second bias has its gradient where it is not added, too",
+    "utils.groups._create_expert_data_and_model_parallel": "groups until there is an engine, which has its own",
     "initialize": "unsupported config sections are errors; an mpu is taken where its sizes are the JSON's",
     "sequence.layer.DistributedAttention": _LAYER,
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SLICES,

@@ -1,0 +1,137 @@
+"""Long sequences in chunks, as Megatron-DeepSpeed asks for them: `FPDT_FFN`, `FPDT_LogitsLoss` and
+`FPDT_InputConstruct` of `deepspeed.sequence.fpdt_layer`.
+
+Tensors are [sequence, batch, ...]. A chunk's forward runs again in its backward. Source: Yao et al. 2024,
+arXiv:2408.16978.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from launcher.comm import Axis
+from launcher.errors import ArgumentsError
+from launcher.tensor.functions import gather_along
+
+
+class FPDT_FFN:
+    """Two linear layers with gelu between them, in chunks of the sequence."""
+
+    @staticmethod
+    def apply(
+        x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add_bias: bool, chunk_size: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and the second bias where it is not added.
+
+        Args:
+            x: [sequence, batch, hidden].
+            w1, b1, w2, b2: of the layers, [out, in] and [out].
+            add_bias: the output has the second bias.
+            chunk_size: tokens of a chunk; it divides the sequence.
+        """
+        chunks = x.split(_whole_chunks(x.shape[0], chunk_size, "FPDT_FFN.apply()"))
+        bias = b2 if add_bias else None
+        out = [checkpoint(_feed_forward, chunk, w1, b1, w2, bias, use_reentrant=False) for chunk in chunks]
+        return torch.cat(out), None if add_bias else b2
+
+
+def _feed_forward(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
+    return functional.linear(functional.gelu(functional.linear(x, w1, b1), approximate="tanh"), w2, b2)
+
+
+class FPDT_LogitsLoss:
+    """Logits and their cross entropy, in chunks of the sequence."""
+
+    @staticmethod
+    def apply(
+        lm_output: Tensor,
+        labels: Tensor,
+        logit_weights: Tensor,
+        rank: int,
+        spg_size: int,
+        spg: dist.ProcessGroup | None,
+        num_chunk: int,
+    ) -> Tensor:
+        """Return the losses of all tokens of all ranks, [sequence of all, batch], fp32.
+
+        Args:
+            lm_output: [sequence of this rank, batch, hidden].
+            labels: [batch, sequence of this rank].
+            logit_weights: [vocabulary, hidden].
+            rank, spg_size: of the group.
+            spg: ranks that share the sequence.
+            num_chunk: number of chunks; it divides the sequence of this rank.
+        """
+        size = _whole_chunks(lm_output.shape[0], lm_output.shape[0] // num_chunk, "FPDT_LogitsLoss.apply()")
+        chunks = zip(lm_output.split(size), labels.t().split(size), strict=True)
+        mine = [checkpoint(_token_losses, x, of_x, logit_weights, use_reentrant=False) for x, of_x in chunks]
+        losses = torch.cat(mine)
+        return losses if spg_size == 1 else gather_along(losses, Axis.over("cp", spg), 0, "losses")
+
+
+def _token_losses(x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    logits = functional.linear(x, weights).float()
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
+        labels.shape
+    )
+
+
+class FPDT_InputConstruct(torch.nn.Module):
+    """Deal the tokens of a batch out: each rank has a piece of every chunk.
+
+    Args:
+        tokens: [batch, sequence of all ranks].
+        labels, loss_mask, position_ids: the same, or None.
+        attention_mask: stays as it is.
+        args: its `ds_sequence_parallel_fpdt_chunk_size` is the tokens of a chunk, over all ranks.
+        sp_size, sp_rank: of the ranks that share the sequence.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        attention_mask: Any,
+        position_ids: Tensor | None,
+        args: Any,
+        sp_size: int,
+        sp_rank: int,
+    ) -> None:
+        super().__init__()
+        chunk = _whole_chunks(
+            tokens.shape[1], args.ds_sequence_parallel_fpdt_chunk_size, "FPDT_InputConstruct"
+        )
+        _whole_chunks(chunk, sp_size, "FPDT_InputConstruct")
+        self.tokens, self.labels, self.position_ids = tokens, labels, position_ids
+        self.loss_mask, self.attention_mask = loss_mask, attention_mask
+        self.sp_rank = sp_rank
+        pieces = torch.arange(tokens.shape[1], device=tokens.device).view(-1, sp_size, chunk // sp_size)
+        self.order = pieces.transpose(0, 1)  # [ranks, chunks, tokens of a piece]
+
+    def generate(self) -> tuple[Tensor, Tensor | None, Tensor | None, Any, Tensor | None]:
+        """Return this rank's tokens and labels, the loss mask of all ranks in their order, the attention mask, and this
+        rank's position ids."""
+        of_all, mine = self.order.flatten(), self.order[self.sp_rank].flatten()
+        tokens, labels, positions = (
+            None if one is None else one[:, mine] for one in (self.tokens, self.labels, self.position_ids)
+        )
+        assert tokens is not None
+        loss_mask = None if self.loss_mask is None else self.loss_mask[:, of_all]
+        return tokens, labels, loss_mask, self.attention_mask, positions
+
+
+def _whole_chunks(length: int, size: int, where: str) -> int:
+    if size < 1 or length % size:
+        raise ArgumentsError(
+            f"{length} tokens are not a whole number of chunks of {size}",
+            where=where,
+            fix="choose a chunk size that divides the sequence, and that the number of ranks divides",
+        )
+    return size

@@ -1,0 +1,148 @@
+"""`deepspeed.io`: what `torch.save(f=...)` writes to, with counts of what was written."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launcher.integrations.refused import NotHere
+
+SIZE_BYTES = 8
+"""What stands before a storage where its size is asked for: its number of elements, as int64."""
+
+StoredAs = tuple[torch.UntypedStorage, torch.dtype]
+
+
+def _nothing(data: memoryview) -> None:
+    """Write nothing."""
+
+
+class MockFileWriter:
+    """Count what would be written; the file is made and stays empty.
+
+    Args:
+        file_path: the file.
+    """
+
+    def __init__(self, file_path: str | Path) -> None:
+        self._file_path = file_path
+        self._file = open(file_path, "wb", buffering=0)  # noqa: SIM115 - close() closes it
+        self._put: Callable[[memoryview], Any] = _nothing
+        self._stats: dict[str, Any] = dict.fromkeys(
+            ("close", "fileno", "flush", "write", "bytes", "write_secs", "write_GB/s"), 0
+        )
+        self._stats |= {"save_storage": 0, "save_storage_bytes": 0}
+
+    def file_path(self) -> str | Path:
+        return self._file_path
+
+    def fileno(self) -> int:
+        """Return -1: torch is to write here, and not past it to the file."""
+        self._stats["fileno"] += 1
+        return -1
+
+    def flush(self) -> None:
+        self._stats["flush"] += 1
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing more."""
+        self._stats["close"] += 1
+        self._file.close()
+
+    def write(self, buffer: Any) -> int:
+        """Write bytes, whole; returns their number.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        began = time.perf_counter()
+        data = memoryview(buffer).cast("B")
+        self._put(data)
+        self._stats["write_secs"] += time.perf_counter() - began
+        self._stats["write"] += 1
+        self._stats["bytes"] += len(data)
+        return len(data)
+
+    def save_torch_storage_object_list(self, storage_obj_list: Sequence[StoredAs], save_size: bool) -> int:
+        """Write storages one after the other; returns the number of bytes.
+
+        Args:
+            storage_obj_list: (storage, dtype of its elements).
+            save_size: the number of elements stands before each.
+        """
+        written = 0
+        for storage, dtype in storage_obj_list:
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu()
+            if save_size:
+                elements = storage.nbytes() // dtype.itemsize
+                written += self.write(elements.to_bytes(SIZE_BYTES, "little", signed=True))
+            written += self.write(flat.numpy())
+            self._stats["save_storage"] += 1
+            self._stats["save_storage_bytes"] += storage.nbytes()
+        return written
+
+    def _dump_state(self) -> None:
+        """Print the counts."""
+        if seconds := self._stats["write_secs"]:
+            self._stats["write_GB/s"] = self._stats["bytes"] / seconds / (1 << 30)
+        print(f"stats = {self._stats | {'path': self._file_path}}")
+
+
+class PyFileWriter(MockFileWriter):
+    """Write to a file of the operating system.
+
+    Args:
+        file_path: the file.
+    """
+
+    def __init__(self, file_path: str | Path) -> None:
+        super().__init__(file_path)
+        self._put = self._write_all
+
+    def _write_all(self, data: memoryview) -> None:
+        while data:  # one call may write a part, for example 2 GiB
+            data = data[self._file.write(data) :]
+
+
+@dataclass
+class FastFileWriterConfig:
+    """What a `FastFileWriter` takes; only the number of writers is looked at."""
+
+    dnvme_handle: Any
+    pinned_tensor: torch.Tensor
+    double_buffer: bool = True
+    num_parallel_writers: int = 1
+    writer_rank: int = 0
+    global_rank: int = 0
+
+
+class FastFileWriter(PyFileWriter):
+    """Write as `PyFileWriter` does, straight from the memory of the tensors; at its end the file is on the disk.
+
+    Args:
+        file_path: the file.
+        config: of one writer.
+
+    Raises:
+        NotHere: several ranks are to write one file.
+    """
+
+    def __init__(self, file_path: str | Path, config: FastFileWriterConfig) -> None:
+        if config.num_parallel_writers > 1:
+            raise NotHere(
+                "several writers of one file are not available",
+                where="FastFileWriterConfig.num_parallel_writers",
+                fix="write 1, or call engine.save_checkpoint(), where each rank writes its own part",
+            )
+        super().__init__(file_path)
+
+    def close(self) -> None:
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+        super().close()

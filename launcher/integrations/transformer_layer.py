@@ -1,0 +1,159 @@
+"""`DeepSpeedTransformerLayer`: a layer of BERT with DeepSpeed's names of parameters, made of torch's operators."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass
+class DeepSpeedTransformerConfig:
+    """What a layer is like.
+
+    Args:
+        intermediate_size: between the two linear layers; below 1: four times the hidden size.
+        heads: of the attention.
+        attn_dropout_ratio, hidden_dropout_ratio: probabilities; below 0: none.
+        initializer_range: standard deviation of new weights.
+        adjust_init_range: divide it by sqrt(2 layers) where a layer adds to its input.
+        pre_layer_norm: normalise what goes into attention and MLP; false: what comes out, as BERT does.
+        return_tuple: the layer gives a tuple of one.
+        others: of DeepSpeed's kernels; they change no number.
+    """
+
+    batch_size: int = -1
+    hidden_size: int = -1
+    intermediate_size: int = -1
+    heads: int = -1
+    attn_dropout_ratio: float = -1
+    hidden_dropout_ratio: float = -1
+    num_hidden_layers: int = -1
+    initializer_range: float = -1
+    layer_norm_eps: float = 1e-12
+    local_rank: int = -1
+    seed: int = -1
+    fp16: bool = False
+    pre_layer_norm: bool = True
+    normalize_invertible: bool = False
+    gelu_checkpoint: bool = False
+    adjust_init_range: bool = True
+    attn_dropout_checkpoint: bool = False
+    stochastic_mode: bool = False
+    return_tuple: bool = False
+    training: bool = True
+    layer_id: int = -1
+
+    def __post_init__(self) -> None:
+        if self.intermediate_size < 1:
+            self.intermediate_size = 4 * self.hidden_size
+
+    @classmethod
+    def from_dict(cls, json_object: dict[str, Any]) -> DeepSpeedTransformerConfig:
+        config = cls()
+        vars(config).update(json_object)
+        return config
+
+    @classmethod
+    def from_json_file(cls, json_file: str | Path) -> DeepSpeedTransformerConfig:
+        """Read a file in UTF-8 or UTF-16."""
+        return cls.from_dict(json.loads(Path(json_file).read_bytes()))
+
+
+class DeepSpeedTransformerLayer(nn.Module):
+    """A layer of BERT.
+
+    Args:
+        config: of this layer; its `layer_id` is written.
+        initial_weights: query, key, value, attention's output, its norm, both linear layers, norm. Default: at random.
+        initial_biases: the same of biases. Default: zero.
+    """
+
+    layer_id: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        config: DeepSpeedTransformerConfig,
+        initial_weights: list[Tensor] | None = None,
+        initial_biases: list[Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        config.layer_id = DeepSpeedTransformerLayer.layer_id
+        DeepSpeedTransformerLayer.layer_id += 1
+        hidden, between = config.hidden_size, config.intermediate_size
+        self.attn_qkvw, self.attn_qkvb = _new(3 * hidden, hidden), _new(3 * hidden)
+        self.attn_ow, self.attn_ob = _new(hidden, hidden), _new(hidden)
+        self.attn_nw, self.attn_nb = _new(hidden), _new(hidden)
+        self.inter_w, self.inter_b = _new(between, hidden), _new(between)
+        self.output_w, self.output_b = _new(hidden, between), _new(hidden)
+        self.norm_w, self.norm_b = _new(hidden), _new(hidden)
+        self.init_transformer_weights(config.adjust_init_range)
+        for given, kind in (initial_weights, "w"), (initial_biases, "b"):
+            if given is not None:
+                self._take(given, kind)
+
+    @torch.no_grad()
+    def init_transformer_weights(self, adjust_init_range: bool = False) -> None:
+        """Give all parameters new values."""
+        std = self.config.initializer_range
+        residual = std / math.sqrt(2 * self.config.num_hidden_layers) if adjust_init_range else std
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, residual if name in ("attn_ow", "output_w") else std)
+            else:
+                parameter.fill_(1 if name in ("attn_nw", "norm_w") else 0)
+
+    @torch.no_grad()
+    def _take(self, given: list[Tensor], kind: str) -> None:
+        self.get_parameter(f"attn_qkv{kind}").copy_(torch.cat([part.data for part in given[:3]]))
+        names = ("attn_o", "attn_n", "inter_", "output_", "norm_")
+        for name, value in zip(names, given[3:], strict=True):
+            self.get_parameter(name + kind).copy_(value)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *unused: Any, **keywords: Any
+    ) -> Tensor | tuple[Tensor]:
+        """Return the layer's output.
+
+        Args:
+            hidden_states: [batch, sequence, hidden].
+            attention_mask: is added to the scores, [batch, 1, 1, sequence] or of their whole shape.
+        """
+        x, before = hidden_states, self.config.pre_layer_norm
+        x = x + self._dropped(self._attention(self._norm(x, "norm_") if before else x, attention_mask))
+        y = self._norm(x, "attn_n")
+        inner = functional.gelu(functional.linear(y, self.inter_w, self.inter_b), approximate="tanh")
+        inner = self._dropped(functional.linear(inner, self.output_w, self.output_b))
+        out = x + inner if before else self._norm(y + inner, "norm_")
+        return (out,) if self.config.return_tuple else out
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight, bias = self.get_parameter(f"{name}w"), self.get_parameter(f"{name}b")
+        return functional.layer_norm(x, weight.shape, weight, bias, self.config.layer_norm_eps)
+
+    def _attention(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        batch, length, hidden = x.shape
+        split = functional.linear(x, self.attn_qkvw, self.attn_qkvb).view(
+            batch, length, 3, self.config.heads, -1
+        )
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, width]
+        rate = max(self.config.attn_dropout_ratio, 0.0) if self.training else 0.0
+        mask = None if mask is None else mask.to(query.dtype)
+        mixed = functional.scaled_dot_product_attention(query, key, value, mask, rate)
+        return functional.linear(
+            mixed.transpose(1, 2).reshape(batch, length, hidden), self.attn_ow, self.attn_ob
+        )
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, max(self.config.hidden_dropout_ratio, 0.0), self.training)
+
+
+def _new(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape))

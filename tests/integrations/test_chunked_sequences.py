@@ -1,0 +1,76 @@
+"""Sequences in chunks: the values and gradients of the whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from launcher.errors import ArgumentsError
+from launcher.integrations.chunked_sequences import FPDT_FFN, FPDT_InputConstruct, FPDT_LogitsLoss
+from tests.pool import RankContext, WorkerPool
+
+LENGTH, BATCH, HIDDEN, VOCABULARY = 8, 2, 4, 7
+
+
+def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(*shape).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("add_bias", [True, False])
+def test_two_layers(add_bias: bool) -> None:
+    given = weights((LENGTH, BATCH, HIDDEN), (6, HIDDEN), (6,), (HIDDEN, 6), (HIDDEN,))
+    x, w1, b1, w2, b2 = given
+    out, bias = FPDT_FFN.apply(x, w1, b1, w2, b2, add_bias, 2)
+    assert (bias is None) == add_bias
+    total = out if bias is None else out + bias
+    want = functional.gelu(x @ w1.T + b1, approximate="tanh") @ w2.T + b2
+    torch.testing.assert_close(total, want)
+    found = torch.autograd.grad(total.square().sum(), given)
+    torch.testing.assert_close(found, torch.autograd.grad(want.square().sum(), given))
+
+
+def test_chunks_are_whole() -> None:
+    x, w1, b1 = weights((LENGTH, BATCH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN,))
+    with pytest.raises(ArgumentsError, match="8 tokens are not a whole number of chunks of 3"):
+        FPDT_FFN.apply(x, w1, b1, w1, b1, True, 3)
+    args = SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=4)
+    with pytest.raises(ArgumentsError, match="4 tokens are not a whole number of chunks of 3"):
+        FPDT_InputConstruct(torch.zeros(1, 8), None, None, None, None, args, 3, 0)
+
+
+def check_losses(ctx: RankContext) -> None:
+    """Rank r has every second piece of two tokens."""
+    ranks, rank = ctx.world, ctx.rank
+    x, head = weights((LENGTH, BATCH, HIDDEN), (VOCABULARY, HIDDEN))
+    labels = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % VOCABULARY
+    logits = (x @ head.T).float()
+    want = functional.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none")
+    scale = torch.arange(1.0, LENGTH + 1)[:, None]
+    of_x, of_head = torch.autograd.grad((want.view(LENGTH, BATCH) * scale).sum(), [x, head])
+
+    args = SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=LENGTH // 2)
+    positions = torch.arange(LENGTH).expand(BATCH, -1)
+    dealt = FPDT_InputConstruct(positions, labels, positions, "mask", positions, args, ranks, rank).generate()
+    tokens, own_labels, order, mask, own_positions = dealt
+    assert mask == "mask" and order is not None and own_labels is not None
+    assert torch.equal(tokens, own_positions) and torch.equal(
+        order[:, rank * len(tokens[0]) :][:, : len(tokens[0])], tokens
+    )
+    mine = x.detach()[tokens[0]].requires_grad_()
+    losses = FPDT_LogitsLoss.apply(mine, own_labels, head, rank, ranks, dist.group.WORLD, 2)
+    torch.testing.assert_close(losses, want.view(LENGTH, BATCH)[order[0]])
+    of_mine, of_own_head = torch.autograd.grad((losses * scale[order[0]]).sum(), [mine, head])
+    torch.testing.assert_close(of_mine, of_x[tokens[0]])
+    dist.all_reduce(of_own_head)
+    torch.testing.assert_close(of_own_head, of_head)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses(pool: WorkerPool, ranks: int) -> None:
+    pool.run(check_losses, ranks)
