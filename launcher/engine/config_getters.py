@@ -70,7 +70,6 @@ KEYS: dict[str, str] = {
     **{
         name: name
         for name in (
-            "communication_data_type",
             "dataloader_drop_last",
             "dump_state",
             "gradient_clipping",

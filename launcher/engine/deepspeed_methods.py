@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -13,6 +15,7 @@ from launcher.models.units import SPREAD_OVER
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
+    from launcher.pipeline.sequential.grid import PipelineParallelGrid
 
 
 class DeepSpeedMethods:
@@ -24,6 +27,14 @@ class DeepSpeedMethods:
 
     def _engine(self) -> Engine:
         return cast("Engine", self)
+
+    @cached_property
+    def grid(self) -> PipelineParallelGrid:
+        """Return this rank's place among stages, data-parallel and tensor-parallel ranks. In DeepSpeed only a model in
+        stages has it."""
+        from launcher.pipeline.sequential.grid import PipelineParallelGrid
+
+        return PipelineParallelGrid(mesh=self._engine().mesh)
 
     @property
     def has_moe_layers(self) -> bool:
@@ -66,10 +77,16 @@ class DeepSpeedMethods:
     def inside_no_sync_ctxt(self) -> bool:
         return not self._engine()._syncs
 
-    @property
     def is_first_weights_partition_group(self) -> bool:
-        """Return whether this rank is one of the first group that holds all shards."""
-        return self._engine().zero.axes.replicate.rank == 0
+        """Return whether parameters are sharded, and this rank is one of the first group that holds all shards."""
+        zero = self._engine().zero
+        return zero.policy.shard_params and zero.axes.replicate.rank == 0
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Return the dtype of gradients that are sent: that of the JSON, or that of the parameters."""
+        policy = self._engine().zero.policy
+        return policy.comm_dtype or policy.param_dtype
 
     def zero_cpu_offload(self) -> bool:
         """Return whether the optimizer rests in host memory."""

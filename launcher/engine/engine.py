@@ -87,6 +87,7 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         backend: str | Callable[..., Any] = "inductor",
         compile_kwargs: dict[str, Any] | None = None,
         schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
     ) -> None:
         """Compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs. With
         "inductor", also the optimizer's step of 16-bit parameters on the CPU.
@@ -97,11 +98,16 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
             backend, compile_kwargs: of torch.compile.
             schedule: a list of (step, DeepCompile's passes); has no effect, which is logged. ZeRO's gathers are started
                 ahead of the blocks whether they are compiled or not.
+            compiled_autograd_enabled: has no effect, which is logged; a block's backward is compiled with its forward.
         """
-        if schedule is not None:
-            self.telemetry.say(
-                "engine.compile(): schedule= has no effect: blocks are compiled with torch.compile"
-            )
+        for name, given in (
+            ("schedule", schedule is not None),
+            ("compiled_autograd_enabled", compiled_autograd_enabled),
+        ):
+            if given:
+                self.telemetry.say(
+                    f"engine.compile(): {name}= has no effect: torch.compile compiles each block"
+                )
         if not self.is_compiled:
             from launcher.models.compiled import compile_blocks
 

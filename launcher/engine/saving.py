@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from launcher.comm.plain import gather_plain
-from launcher.errors import ConfigError
+from launcher.errors import ArgumentsError, ConfigError
 from launcher.models.safetensors_format import SINGLE_FILE
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class CheckpointMixin:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: None = None,
         *,
         allow_model_changes: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
@@ -101,6 +102,7 @@ class CheckpointMixin:
                 False: those of the same name are loaded.
             load_optimizer_states, load_lr_scheduler_states: false leaves those as they are.
             load_module_only: weights, and nothing else.
+            custom_load_fn: refused: weights are in pieces while they are loaded.
             allow_model_changes: load it though the model's config computes otherwise: head counts, rope, norms. Else
                 that is refused, for a Hugging Face model and with load_module_strict.
 
@@ -112,6 +114,13 @@ class CheckpointMixin:
         """
         from launcher.engine.state import load_state
 
+        if custom_load_fn is not None:
+            raise ArgumentsError(
+                "custom_load_fn is not called: no rank has the whole model while a checkpoint is loaded",
+                where="load_checkpoint()",
+                fix="write load_module_strict=False to load the parameters that have the same name, or change values "
+                "inside of deepspeed.zero.GatheredParameters after it",
+            )
         if (versions := self._engine().versions) is not None:
             versions.forget()  # older weights are not in a checkpoint
         return load_state(

@@ -46,7 +46,25 @@ all_reduce, reduce = _quiet(dist.all_reduce), _quiet(dist.reduce)
 gather, scatter = _quiet(dist.gather), _quiet(dist.scatter)
 send, recv, isend, irecv = _quiet(dist.send), _quiet(dist.recv), _quiet(dist.isend), _quiet(dist.irecv)
 batch_isend_irecv = _quiet(dist.batch_isend_irecv)
-allgather_fn, reduce_scatter_fn = all_gather_into_tensor, reduce_scatter_tensor
+
+
+def allgather_fn(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **log: Any
+) -> Any:
+    """Gather the tensors of all ranks into one."""
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **log: Any,
+) -> Any:
+    """Reduce the tensors of all ranks; each has its part of the result."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
 def barrier(

@@ -21,7 +21,7 @@ class DistributedAttention(nn.Module):
         local_attention: called with query, key and value of all tokens and some heads.
         sequence_process_group: of the ranks that share a sequence.
         scatter_idx, gather_idx: dimensions of heads and of tokens.
-        sp_stream: not needed.
+        sp_stream, num_kv_heads: not needed.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class DistributedAttention(nn.Module):
         scatter_idx: int = 2,
         gather_idx: int = 0,
         sp_stream: Any = None,
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__()
         self.local_attn, self.spg = local_attention, sequence_process_group

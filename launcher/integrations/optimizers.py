@@ -126,6 +126,16 @@ class FusedLion(Lion):
 class DeepSpeedCPULion(FusedLion):
     """deepspeed.ops.lion.DeepSpeedCPULion."""
 
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, betas, weight_decay)
+
 
 class FusedLamb(Lamb):
     """deepspeed.ops.lamb.FusedLamb."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.errors import LauncherError
-from launcher.integrations.grid import PipelineParallelGrid
+from launcher.pipeline.sequential.grid import PipelineParallelGrid
 
 _grid: PipelineParallelGrid | None = None
 

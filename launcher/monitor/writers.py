@@ -49,12 +49,12 @@ class Monitor:
         self.writers = list(writers)
         self.enabled = bool(self.writers) if enabled is None else enabled
 
-    def write_events(self, events: Iterable[MonitorEvent]) -> None:
+    def write_events(self, event_list: Iterable[MonitorEvent], flush: bool = True) -> None:
         """Write (name, value, samples) tuples; may be called by scripts, on every rank."""
-        for name, value, samples in events:
+        for name, value, samples in event_list:
             for writer in self.writers:
                 writer.write(name, value, samples)
-        for writer in self.writers:
+        for writer in self.writers if flush else ():
             writer.flush()
 
     def close(self) -> None:

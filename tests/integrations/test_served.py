@@ -28,7 +28,6 @@ from launcher.integrations import (
 from launcher.integrations.accelerator import get_accelerator
 from launcher.integrations.configuration import DeepSpeedConfig, load_ds_config
 from launcher.integrations.enumerations import DtypeEnum, OffloadDeviceEnum, ZeroParamStatus
-from launcher.integrations.grid import PipelineParallelGrid
 from launcher.integrations.loading import DeepSpeedDataLoader
 from launcher.integrations.monitors import MonitorMaster, csvMonitor
 from launcher.integrations.profiles import FlopsProfiler, get_model_profile
@@ -37,6 +36,7 @@ from launcher.integrations.rng_trackers import CudaRNGStatesTracker
 from launcher.integrations.sections import DeepSpeedMonitorConfig
 from launcher.integrations.tiling import TiledLinear, TiledLinearReturnBias
 from launcher.integrations.timing import SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from launcher.pipeline.sequential.grid import PipelineParallelGrid
 from launcher.pipeline.sequential.topology import PipeModelDataParallelTopology
 from launcher.zero import GatheredParameters
 from tests.engine.driving import config_of
@@ -150,6 +150,43 @@ def grid(ctx: RankContext) -> list[Any]:
 
 def test_a_grid_of_a_topology(pool: WorkerPool) -> None:
     assert pool.run(grid, 2) == [[0, 1, False, 1, 2.0], [1, 1, True, 1, 2.0]]
+
+
+def grid_of_an_engine(ctx: RankContext, axes: dict[str, Any]) -> list[Any]:
+    """This rank's place, and the ranks of its groups."""
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, **axes}
+    engine = launcher.initialize(model=tiny_llama(layers=2), config=config, device=DEVICE)[0]
+    made = engine.grid
+    said = [
+        made.get_pipe_parallel_rank(), made.get_data_parallel_rank(), made.get_slice_parallel_rank(),
+        made.get_data_parallel_world_size(), made.stage_to_global(made.pipe_parallel_size - 1),
+        made.dp_group, made.pp_group, made.slice_group, made.is_last_stage,
+    ]  # fmt: skip
+    assert made.topology().world_size() == ctx.world
+    groups = (made.get_data_parallel_group(), made.get_pipe_parallel_group(), made.get_slice_parallel_group())
+    assert [group.size() for group in groups] == [len(ranks) for ranks in said[5:8]]
+    try:
+        assert made.get_model_parallel_group().size() == made.get_model_parallel_world_size()
+    except LauncherError:
+        said.append("no such group")
+    engine.destroy()
+    return said
+
+
+STAGES, SLICES = {"pipeline": {"stages": 2}}, {"tensor_parallel": {"autotp_size": 2}}
+
+
+@pytest.mark.parametrize(("axes", "want"), [
+    ({}, [[0, 0, 0, 4, 0, [0, 1, 2, 3], [0], [0], True], [0, 3, 0, 4, 3, [0, 1, 2, 3], [3], [3], True]]),
+    (STAGES, [[0, 0, 0, 2, 2, [0, 1], [0, 2], [0], False], [1, 1, 0, 2, 3, [2, 3], [1, 3], [3], True]]),
+    ({"sequence_parallel_size": 2}, [[0, 0, 0, 2, 0, [0, 2], [0], [0], True], [0, 1, 0, 2, 3, [1, 3], [3], [3], True]]),
+    ({**STAGES, **SLICES}, [[0, 0, 0, 1, 2, [0], [0, 2], [0, 1], False, "no such group"],
+                            [1, 0, 1, 1, 3, [3], [1, 3], [2, 3], True, "no such group"]]),
+], ids=["dp", "pp", "cp", "pp tp"])  # fmt: skip
+def test_a_grid_of_an_engine(pool: WorkerPool, axes: dict[str, Any], want: list[list[Any]]) -> None:
+    """Of the first and the last of four ranks."""
+    found = pool.run(grid_of_an_engine, 4, axes)
+    assert [found[0], found[-1]] == want
 
 
 # ---- parameters --------------------------------------------------------------------------------------

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +26,8 @@ from launcher.integrations import (
     utilities,
 )
 from launcher.integrations.constants import NAMED, VALUES, constants_of
+from launcher.integrations.served import NAMES
+from launcher.integrations.surface import look_up
 from tests.parity_deepspeed import api_names, api_page
 
 
@@ -141,3 +147,81 @@ def test_the_accelerator_of_a_cpu_answers_the_same() -> None:
         "is_available",
     ):
         assert getattr(mine, name)() == getattr(theirs, name)(), name
+
+
+def kind_of(owner: type, name: str) -> str | None:
+    found = inspect.getattr_static(owner, name, None)
+    if found is None or isinstance(found, property | cached_property):
+        return found and "value"
+    return "method" if callable(found) or isinstance(found, staticmethod | classmethod) else "value"
+
+
+def test_what_is_called_there_is_called_here() -> None:
+    """A property that is a method there, or the other way round, breaks the script that asks for it."""
+    differing, compared = [], 0
+    for module, names in NAMES.items():
+        for name in names:
+            try:
+                theirs = getattr(importlib.import_module(f"deepspeed.{module}".rstrip(".")), name)
+            except (ImportError, AttributeError, RuntimeError):
+                continue  # it needs a GPU, or is in an older version
+            mine = look_up(module, name)
+            if not (inspect.isclass(theirs) and inspect.isclass(mine)) or issubclass(theirs, Enum):
+                continue
+            for attribute in dir(theirs):
+                kinds = kind_of(theirs, attribute), kind_of(mine, attribute)
+                compared += None not in kinds
+                if not attribute.startswith("_") and None not in kinds and kinds[0] != kinds[1]:
+                    differing.append(f"{module}.{name}.{attribute}")
+    assert differing == [] and compared > 1000
+
+
+OTHER_PARAMETERS = {
+    "log_summary": "the log is printed, and no dict of it is made",
+    "single_all_to_all": "what DeepSpeed's own backward passes on",
+    "InferenceEngine": "init_inference() makes it",
+    "DeepSpeedEngine": "initialize() makes it",
+    "PipelineEngine": "initialize() makes it",
+    "runner.main": "`launch` has flags of its own",
+    "monitor.": "made by position, of a section of the config",
+    "FusedAdam.step": "arguments that DeepSpeed refuses, too",
+    "FusedLamb.step": "arguments that DeepSpeed refuses, too",
+    "FusedLion.step": "arguments that DeepSpeed refuses, too",
+    "lr_schedules.": "the number of a step has another name",
+}
+"""Where keywords of DeepSpeed's are not taken: why."""
+
+
+def test_keywords_that_are_taken_there_are_taken_here() -> None:
+    differing = set()
+    for module, names in NAMES.items():
+        for name in names:
+            try:
+                theirs = getattr(importlib.import_module(f"deepspeed.{module}".rstrip(".")), name)
+            except (ImportError, AttributeError, RuntimeError):
+                continue
+            mine, below = look_up(module, name), f"{module}.{name}".lstrip(".")
+            pairs = [(below, theirs, mine)] if inspect.isfunction(theirs) else []
+            if inspect.isclass(theirs) and inspect.isclass(mine) and not issubclass(theirs, Enum):
+                known = [each for each in vars(theirs) if not each.startswith("_") and hasattr(mine, each)]
+                pairs = [(f"{below}.{each}", getattr(theirs, each), getattr(mine, each)) for each in known]
+                pairs.append((below, theirs.__init__, mine.__init__))
+            differing |= {below for below, there, here in pairs if lost_keywords(there, here)}
+    known = {
+        below
+        for below in differing
+        for part in OTHER_PARAMETERS
+        if below.endswith(part) or (part.endswith(".") and part in below)
+    }
+    assert sorted(differing - known) == []
+
+
+def lost_keywords(theirs: Any, mine: Any) -> set[str]:
+    """Parameters of a function of DeepSpeed's that ours does not take by their names."""
+    if not inspect.isfunction(theirs) or not callable(mine):
+        return set()
+    there, here = (inspect.signature(function).parameters for function in (theirs, mine))
+    if any(one.kind is one.VAR_KEYWORD for one in here.values()):
+        return set()
+    named = {name for name, one in there.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    return named - {*here, "self"}

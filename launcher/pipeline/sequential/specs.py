@@ -37,8 +37,8 @@ class LayerSpec:
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
-    def build(self) -> nn.Module:
-        """Return the layer, with values from the random numbers of now."""
+    def build(self, log: bool = False) -> nn.Module:
+        """Return the layer, with values from the random numbers of now. `log` has no effect."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:

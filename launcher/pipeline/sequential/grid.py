@@ -1,0 +1,169 @@
+"""This rank's place among stages, data-parallel and tensor-parallel ranks, by DeepSpeed's names: `engine.grid`, and
+`deepspeed.runtime.pipe.topology.PipelineParallelGrid` for models that ask before there is an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from launcher.comm import Mesh
+from launcher.comm.groups import or_alone
+from launcher.errors import ConfigError, LauncherError
+from launcher.pipeline.sequential.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+
+AXES = {"data": "dp", "pipe": "pp", "model": "tp"}
+"""Of a topology, and of the mesh."""
+
+
+class PipelineParallelGrid:
+    """This rank's place in a topology of pipe, data and (maybe) model.
+
+    Args:
+        topology: default: all ranks along data. Its groups are made, so every rank must make the grid.
+        process_group: of the ranks; not needed.
+        mesh: of an engine, instead of a topology; its groups are taken.
+
+    Raises:
+        ConfigError: the topology has another number of ranks than there are.
+    """
+
+    def __init__(
+        self, topology: ProcessTopology | None = None, process_group: Any = None, *, mesh: Mesh | None = None
+    ) -> None:
+        self._mesh = mesh
+        if mesh is not None:
+            self.global_rank, self.world_size = mesh.rank, mesh.world_size
+            stages, slices, replicas = (mesh.axes[name].degree for name in ("pp", "tp", "dp"))
+            topology = PipeModelDataParallelTopology(stages, slices, replicas * mesh.axes["cp"].degree)
+        else:
+            self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._topo = topology or PipeDataParallelTopology(1, self.world_size)
+        if self._topo.world_size() != self.world_size:
+            raise ConfigError(
+                f"the topology has {self._topo.world_size()} ranks, and there are {self.world_size}",
+                where="PipelineParallelGrid(topology=...)",
+                fix="make the product of its degrees the number of ranks",
+            )
+        # Ranks that share a sequence lie along data, and have the same samples.
+        copies = max(self._topo.get_dim("data"), 1)
+        shared = 1 if mesh is None else mesh.axes["cp"].degree
+        self.data_parallel_size = copies // shared
+        self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
+        self.model_parallel_size = self.slice_parallel_size = max(self._topo.get_dim("model"), 1)
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self._place("data") // shared
+        self.dp_groups, self.dp_group, self.dp_proc_group = self._along("data")
+        self.pipe_groups, self.pp_group, self.pp_proc_group = self._along("pipe")
+        self.model_groups, self.slice_group, self.slice_proc_group = self._along("model")
+        self.mp_group = self.slice_group
+        self._share_batches()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+
+    def _along(self, axis: str) -> tuple[list[list[int]], list[int], Any]:
+        """Return all groups of an axis, this rank's, and its process group; a missing axis has groups of one."""
+        lists = self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
+        if self._mesh is not None:
+            group = self._mesh.axes[AXES[axis]].group
+            mine = [self.global_rank] if group is None else dist.get_process_group_ranks(group)
+            return lists, mine, or_alone(group)
+        mine, group = [self.global_rank], None
+        for ranks in lists:
+            made = dist.new_group(ranks)
+            if self.global_rank in ranks:
+                mine, group = ranks, made
+        return lists, mine, group
+
+    def _share_batches(self) -> None:
+        """Find the ranks that hold parts of one model."""
+        copies = max(self._topo.get_dim("data"), 1)
+        lists = [self._topo.get_axis_list("data", number) for number in range(copies)]
+        if "data" not in self._topo.axes:
+            lists = [list(range(self.world_size))]
+        for ranks in lists:
+            made = None if self._mesh is not None else dist.new_group(ranks)
+            if self.global_rank in ranks:
+                self.ds_model_proc_group, self.ds_model_world_size = made, len(ranks)
+                self.ds_model_rank = ranks.index(self.global_rank)
+        if self._mesh is not None and 1 in (self.pipe_parallel_size, self.slice_parallel_size):
+            along = self.slice_proc_group if self.pipe_parallel_size == 1 else self.pp_proc_group
+            self.ds_model_proc_group = along
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def _place(self, axis: str) -> int:
+        return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
+
+    def get_stage_id(self) -> int:
+        return self._place("pipe")
+
+    def get_data_parallel_id(self) -> int:
+        return self.data_parallel_id
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """Return the rank at another stage with this one's other coordinates."""
+        place = self._topo.get_coord(self.global_rank)._asdict()
+        return self._topo.get_rank(**{**place, "pipe": stage_id, **kwargs})
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        return self.pp_proc_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.dp_proc_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self.dp_group
+
+    def get_model_parallel_rank(self) -> int:
+        return self.ds_model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.ds_model_world_size
+
+    def get_model_parallel_group(self) -> Any:
+        """Return the ranks that hold parts of one model.
+
+        Raises:
+            LauncherError: an engine has no such group, where there are stages and tensor-parallel ranks.
+        """
+        if self.ds_model_proc_group is None and self.ds_model_world_size > 1:
+            raise LauncherError(
+                "an engine has no process group of the stages and tensor-parallel ranks together",
+                where="grid.get_model_parallel_group()",
+                fix="ask for get_pipe_parallel_group() and get_slice_parallel_group(), one after the other",
+            )
+        return self.ds_model_proc_group
+
+    def get_slice_parallel_rank(self) -> int:
+        return self._place("model")
+
+    def get_slice_parallel_world_size(self) -> int:
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> Any:
+        return self.slice_proc_group
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
