@@ -46,7 +46,6 @@ datastates_ckpt | | a package that saves in the background | write "checkpoint":
   host_cache_size | | host memory of that engine | write "checkpoint": {"writer": {"decoupled": true}}
 compile
   offload_activation | false | DeepCompile: activations on the host | write activation_checkpointing.cpu_checkpointing
-  offload_activation_pin_memory | true | DeepCompile: page-locks them | delete it; cpu_checkpointing always does
   offload_opt_states | false | DeepCompile: moves optimizer state | shard it: zero_optimization.stage 1, 2 or 3
   offload_parameters | false | DeepCompile: moves parameters | shard them: zero_optimization.stage 3
 hybrid_engine
@@ -228,6 +227,7 @@ compile
   autoep_non_moe | | each block is compiled
   free_activation | | activations are freed as the backward goes on
   free_activation_threshold | | activations are freed as the backward goes on
+  offload_activation_pin_memory | | it acts with offload_activation only
   double_buffer | | buffers of gathered parameters are reused by themselves
   symmetric_memory | | collectives are those of the backend
   debug_log | | TORCH_LOGS=graph_code in the environment shows the graphs

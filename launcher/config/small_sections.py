@@ -55,8 +55,8 @@ class CompileConfig(Section):
 
     Each transformer block is compiled by itself; gathers, reductions and checkpoints stay outside of the graphs. With
     "inductor" so is Adam's step of 16-bit parameters on the CPU, where there is a compiler: 1.2 times as fast.
-    In DeepSpeed since 0.16 the section holds the keys of DeepCompile. They are taken and have no effect, but for those
-    that move memory to the host, which are refused; `Engine.compile()` is there as in DeepSpeed.
+    In DeepSpeed since 0.16 the section holds the keys of DeepCompile. They are taken and have no effect, except those
+    that move memory to the host: these are refused. `Engine.compile()` is there as in DeepSpeed.
     """
 
     differs: ClassVar[dict[str, str]] = {

@@ -88,6 +88,14 @@ class DeepSpeedMethods:
         policy = self._engine().zero.policy
         return policy.comm_dtype or policy.param_dtype
 
+    @communication_data_type.setter
+    def communication_data_type(self, value: torch.dtype) -> None:
+        raise ConfigError(
+            "the dtype of gradients that are sent is chosen before the engine is made",
+            where="engine.communication_data_type",
+            fix="write communication_data_type in the JSON",
+        )
+
     def zero_cpu_offload(self) -> bool:
         """Return whether the optimizer rests in host memory."""
         section = self._engine().resolved.zero_optimization.offload_optimizer

@@ -100,16 +100,17 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
                 ahead of the blocks whether they are compiled or not.
             compiled_autograd_enabled: has no effect, which is logged; a block's backward is compiled with its forward.
         """
-        for name, given in (
-            ("schedule", schedule is not None),
-            ("compiled_autograd_enabled", compiled_autograd_enabled),
-        ):
-            if given:
+        if not self.is_compiled:
+            from launcher.models.compiled import compile_blocks
+
+            unused = {
+                "schedule": schedule is not None,
+                "compiled_autograd_enabled": compiled_autograd_enabled,
+            }
+            for name in (name for name, given in unused.items() if given and self.mesh.rank == 0):
                 self.telemetry.say(
                     f"engine.compile(): {name}= has no effect: torch.compile compiles each block"
                 )
-        if not self.is_compiled:
-            from launcher.models.compiled import compile_blocks
 
             compile_blocks(self.module, backend, compile_kwargs or {})
             if self.optimizer is not None and backend == "inductor":

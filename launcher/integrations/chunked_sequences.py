@@ -7,6 +7,7 @@ arXiv:2408.16978.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,14 +36,19 @@ class FPDT_FFN:
             add_bias: the output has the second bias.
             chunk_size: tokens of a chunk; it divides the sequence.
         """
-        chunks = x.split(_whole_chunks(x.shape[0], chunk_size, "FPDT_FFN.apply()"))
-        bias = b2 if add_bias else None
-        out = [checkpoint(_feed_forward, chunk, w1, b1, w2, bias, use_reentrant=False) for chunk in chunks]
+        if chunk_size < 1 or x.shape[0] % chunk_size:
+            raise _uneven(
+                f"{x.shape[0]} tokens are not a whole number of chunks of {chunk_size}", "FPDT_FFN.apply()"
+            )
+        weights = [one.float() for one in (w1, b1, w2, *([b2] if add_bias else []))]
+        out = [_again(_feed_forward, chunk, *weights) for chunk in x.split(chunk_size)]
         return torch.cat(out), None if add_bias else b2
 
 
-def _feed_forward(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
-    return functional.linear(functional.gelu(functional.linear(x, w1, b1), approximate="tanh"), w2, b2)
+def _feed_forward(x: Tensor, *weights: Tensor) -> Tensor:
+    w1, b1, w2, *b2 = (one.to(x.dtype) for one in weights)
+    inner = functional.gelu(functional.linear(x, w1, b1), approximate="tanh")
+    return functional.linear(inner, w2, *b2)
 
 
 class FPDT_LogitsLoss:
@@ -68,15 +74,19 @@ class FPDT_LogitsLoss:
             spg: ranks that share the sequence.
             num_chunk: number of chunks; it divides the sequence of this rank.
         """
-        size = _whole_chunks(lm_output.shape[0], lm_output.shape[0] // num_chunk, "FPDT_LogitsLoss.apply()")
-        chunks = zip(lm_output.split(size), labels.t().split(size), strict=True)
-        mine = [checkpoint(_token_losses, x, of_x, logit_weights, use_reentrant=False) for x, of_x in chunks]
-        losses = torch.cat(mine)
+        tokens = lm_output.shape[0]
+        if num_chunk < 1 or tokens % num_chunk:
+            raise _uneven(
+                f"{tokens} tokens are not {num_chunk} chunks of one size", "FPDT_LogitsLoss.apply()"
+            )
+        weights = logit_weights.float()
+        chunks = zip(lm_output.chunk(num_chunk), labels.t().chunk(num_chunk), strict=True)
+        losses = torch.cat([_again(_token_losses, x, of_x, weights) for x, of_x in chunks])
         return losses if spg_size == 1 else gather_along(losses, Axis.over("cp", spg), 0, "losses")
 
 
 def _token_losses(x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    logits = functional.linear(x, weights).float()
+    logits = functional.linear(x, weights.to(x.dtype)).float()
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
         labels.shape
     )
@@ -105,10 +115,10 @@ class FPDT_InputConstruct(torch.nn.Module):
         sp_rank: int,
     ) -> None:
         super().__init__()
-        chunk = _whole_chunks(
-            tokens.shape[1], args.ds_sequence_parallel_fpdt_chunk_size, "FPDT_InputConstruct"
-        )
-        _whole_chunks(chunk, sp_size, "FPDT_InputConstruct")
+        length, chunk = tokens.shape[1], args.ds_sequence_parallel_fpdt_chunk_size
+        if chunk < 1 or length % chunk or chunk % sp_size:
+            what = f"{length} tokens in chunks of {chunk} cannot be dealt out to {sp_size} ranks"
+            raise _uneven(what, "FPDT_InputConstruct")
         self.tokens, self.labels, self.position_ids = tokens, labels, position_ids
         self.loss_mask, self.attention_mask = loss_mask, attention_mask
         self.sp_rank = sp_rank
@@ -127,11 +137,14 @@ class FPDT_InputConstruct(torch.nn.Module):
         return tokens, labels, loss_mask, self.attention_mask, positions
 
 
-def _whole_chunks(length: int, size: int, where: str) -> int:
-    if size < 1 or length % size:
-        raise ArgumentsError(
-            f"{length} tokens are not a whole number of chunks of {size}",
-            where=where,
-            fix="choose a chunk size that divides the sequence, and that the number of ranks divides",
-        )
-    return size
+def _again(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Run a function that draws no random numbers, and run it again in the backward.
+
+    Weights come in fp32: what the chunks add to their gradients is summed in fp32 and rounded once.
+    """
+    made: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return made
+
+
+def _uneven(what: str, where: str) -> ArgumentsError:
+    return ArgumentsError(what, where=where, fix="choose sizes that divide the sequence")

@@ -51,7 +51,7 @@ class MockFileWriter:
         self._stats["flush"] += 1
 
     def close(self) -> None:
-        """Close the file. A second call does nothing more."""
+        """Close the file, if it is open."""
         self._stats["close"] += 1
         self._file.close()
 
@@ -123,7 +123,7 @@ class FastFileWriterConfig:
 
 
 class FastFileWriter(PyFileWriter):
-    """Write as `PyFileWriter` does, straight from the memory of the tensors; at its end the file is on the disk.
+    """Write as `PyFileWriter` does; when it is closed, the file is on the disk.
 
     Args:
         file_path: the file.
@@ -143,6 +143,9 @@ class FastFileWriter(PyFileWriter):
         super().__init__(file_path)
 
     def close(self) -> None:
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-        super().close()
+        """Wait until the file is on the disk, and close it."""
+        try:
+            if not self._file.closed:
+                os.fsync(self._file.fileno())
+        finally:
+            super().close()

@@ -139,45 +139,10 @@ def _get_max_expert_parallel_group() -> Any:
     return _get_expert_parallel_group()
 
 
-_BEFORE_ENGINES: dict[str, Axis] = {}
-"""Groups that a script has made, until there is an engine."""
-
-
-def _create_expert_data_and_model_parallel(
-    expert_parallel_size_: int, mpu: Any = None, use_data_before_expert_parallel_: bool = False
-) -> None:
-    """Make the groups of ranks that share experts before there is an engine, which makes its own. All ranks call it.
-
-    Args:
-        expert_parallel_size_: ranks that have different experts, which are neighbours; it divides all ranks.
-        mpu: refused: tensor-parallel ranks come with the engine.
-        use_data_before_expert_parallel_: refused: neighbours have different experts.
-
-    Raises:
-        ArgumentsError: of these.
-    """
-    degree, ranks = expert_parallel_size_, dist.get_world_size()
-    if mpu is not None or use_data_before_expert_parallel_ or ranks % degree:
-        raise ArgumentsError(
-            f"groups of {degree} of {ranks} ranks cannot be made before the engine, with an mpu, or in another order",
-            where="deepspeed.utils.groups",
-            fix='write "expert_parallel": {"size": N} in the JSON, with an N that divides the ranks',
-        )
-    lines = {
-        "ep": [list(range(first, first + degree)) for first in range(0, ranks, degree)],
-        "edp": [list(range(first, ranks, degree)) for first in range(degree)],
-    }
-    for name, of_all in lines.items():
-        group = dist.new_subgroups_by_enumeration(of_all)[0]
-        _BEFORE_ENGINES[name] = Axis.over(name, group)
-
-
 def _experts(name: str) -> Axis:
     mesh = _newest_mesh()
     if mesh is not None and name in mesh.experts:
         return mesh.experts[name]
-    if mesh is None and name in _BEFORE_ENGINES:
-        return _BEFORE_ENGINES[name]
     return replace(_all_copies(), name=name) if name == "edp" else Axis(name)
 
 

@@ -62,6 +62,7 @@ _CALLS: Mapping[str, str] = {
         apply_rotary_pos_emb post_all2all pre_all2all_fun register_all_to_all_group uneven_heads_all2all""",
     "sequence.linear_cross_entropy": "vocab_parallel_linear_cross_entropy",
     "sequence.vocab_parallel_ops": "vocab_parallel_entropy vocab_parallel_kl_div vocab_parallel_logprobs",
+    "utils.groups": "_create_expert_data_and_model_parallel",
 }
 
 ONLY_CALLS: Mapping[str, tuple[str, ...]] = {module: tuple(names.split()) for module, names in _CALLS.items()}

@@ -269,6 +269,7 @@ REFUSED: Mapping[str, Refusal] = {
     "runtime.zero.leaf_module_config": SECTIONS,
     "sequence": SEQUENCES,
     "utils": INSIDE,
+    "utils.groups._create_expert_data_and_model_parallel": EXPERTS,
     "utils.groups.expert_tensor_parallel_world_size": EXPERTS,
     "utils.comms_logging": Refusal("it is internal to DeepSpeed's log", "deepspeed.comm.log_summary()"),
     "utils.config": SECTIONS,

@@ -366,7 +366,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "utils.bwc": _BWC,
     "utils.config": {},
     "utils.exceptions": _from(_ENUMERATIONS, "DeprecatedException"),
-    "utils.groups": _from(_GROUPS, "_create_expert_data_and_model_parallel"),
+    "utils.groups": {},
     "utils.init_on_device": _from(_UTILITIES, "OnDevice"),
     "utils.logging": {},
     "utils.module_utils": _NESTED,

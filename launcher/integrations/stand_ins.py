@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,7 @@ from launcher.integrations.marks import mark_small  # the module puts DeepSpeed'
 from launcher.integrations.processes import check_accelerate, init_distributed, logger
 from launcher.integrations.refused import NotHere, missing
 from launcher.integrations.served import VERSION
+from launcher.models.units import SPREAD_OVER
 from launcher.zero import PartitionedInit, ShardedParameter
 from launcher.zero.features.context import GatheredParameters
 
@@ -65,6 +67,8 @@ def initialize(
         if keywords.get("mpu") is None:
             _check_trainer(given)
         given = _as_meant(given, dist.get_world_size())
+    if model is not None and dist.get_world_size() > 1:
+        _check_experts(model)
     made = launcher.initialize(args, model, config=given, **keywords)
     made[0].fp32_script = True
     if made[0].zero_optimization_stage() == 3:
@@ -75,6 +79,29 @@ def initialize(
     if made[1] is not None:
         made[1].parameter_offload = _Offload(made[0].module)  # type: ignore[attr-defined]
     return made
+
+
+def _check_experts(model: nn.Module) -> None:
+    """Refuse experts that a script has spread over ranks by itself: their gradients would be averaged with those of
+    other experts.
+
+    Raises:
+        ConfigError: the model has some.
+    """
+    ours = {
+        id(param)
+        for module in model.modules()
+        if hasattr(module, SPREAD_OVER)
+        for param in module.parameters()
+    }
+    for name, param in model.named_parameters():
+        spread = re.fullmatch(r"ep_size_(\d+)", str(getattr(param, "group_name", "")))
+        if not getattr(param, "allreduce", True) and spread and int(spread[1]) > 1 and id(param) not in ours:
+            raise ConfigError(
+                f"{name} is marked as one of experts that differ between ranks, and is in no layer of this engine's",
+                where="deepspeed.initialize()",
+                fix='use deepspeed.moe.layer.MoE, or a Hugging Face model with "expert_parallel": {"size": N}',
+            )
 
 
 def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from launcher.errors import ArgumentsError
 
-@dataclass
+
+@dataclass(eq=False)
 class DeepSpeedTransformerConfig:
     """What a layer is like.
 
@@ -51,13 +53,14 @@ class DeepSpeedTransformerConfig:
     layer_id: int = -1
 
     def __post_init__(self) -> None:
-        if self.intermediate_size < 1:
+        if self.intermediate_size < 1 <= self.hidden_size:
             self.intermediate_size = 4 * self.hidden_size
 
     @classmethod
     def from_dict(cls, json_object: dict[str, Any]) -> DeepSpeedTransformerConfig:
         config = cls()
         vars(config).update(json_object)
+        config.__post_init__()
         return config
 
     @classmethod
@@ -71,7 +74,8 @@ class DeepSpeedTransformerLayer(nn.Module):
 
     Args:
         config: of this layer; its `layer_id` is written.
-        initial_weights: query, key, value, attention's output, its norm, both linear layers, norm. Default: at random.
+        initial_weights: query, key, value, attention's output, its norm, both linear layers, norm. Default: at random,
+            or zero where biases are given.
         initial_biases: the same of biases. Default: zero.
     """
 
@@ -88,13 +92,19 @@ class DeepSpeedTransformerLayer(nn.Module):
         config.layer_id = DeepSpeedTransformerLayer.layer_id
         DeepSpeedTransformerLayer.layer_id += 1
         hidden, between = config.hidden_size, config.intermediate_size
-        self.attn_qkvw, self.attn_qkvb = _new(3 * hidden, hidden), _new(3 * hidden)
-        self.attn_ow, self.attn_ob = _new(hidden, hidden), _new(hidden)
-        self.attn_nw, self.attn_nb = _new(hidden), _new(hidden)
-        self.inter_w, self.inter_b = _new(between, hidden), _new(between)
-        self.output_w, self.output_b = _new(hidden, between), _new(hidden)
-        self.norm_w, self.norm_b = _new(hidden), _new(hidden)
-        self.init_transformer_weights(config.adjust_init_range)
+        like = (initial_weights or initial_biases or [torch.empty(0)])[0]
+
+        def new(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, dtype=like.dtype, device=like.device))
+
+        self.attn_qkvw, self.attn_qkvb = new(3 * hidden, hidden), new(3 * hidden)
+        self.attn_ow, self.attn_ob = new(hidden, hidden), new(hidden)
+        self.attn_nw, self.attn_nb = new(hidden), new(hidden)
+        self.inter_w, self.inter_b = new(between, hidden), new(between)
+        self.output_w, self.output_b = new(hidden, between), new(hidden)
+        self.norm_w, self.norm_b = new(hidden), new(hidden)
+        if initial_weights is None and initial_biases is None:
+            self.init_transformer_weights(config.adjust_init_range)
         for given, kind in (initial_weights, "w"), (initial_biases, "b"):
             if given is not None:
                 self._take(given, kind)
@@ -102,8 +112,10 @@ class DeepSpeedTransformerLayer(nn.Module):
     @torch.no_grad()
     def init_transformer_weights(self, adjust_init_range: bool = False) -> None:
         """Give all parameters new values."""
-        std = self.config.initializer_range
-        residual = std / math.sqrt(2 * self.config.num_hidden_layers) if adjust_init_range else std
+        std, layers = self.config.initializer_range, self.config.num_hidden_layers
+        if std < 0:  # it is not said, and the weights are loaded
+            return
+        residual = std / math.sqrt(2 * layers) if adjust_init_range and layers > 0 else std
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, residual if name in ("attn_ow", "output_w") else std)
@@ -124,7 +136,11 @@ class DeepSpeedTransformerLayer(nn.Module):
 
         Args:
             hidden_states: [batch, sequence, hidden].
-            attention_mask: is added to the scores, [batch, 1, 1, sequence] or of their whole shape.
+            attention_mask: is added to the scores, [batch, 1, 1, sequence] or of their whole shape. Of booleans: true
+                where a token is seen.
+
+        Raises:
+            ArgumentsError: the mask is of whole numbers.
         """
         x, before = hidden_states, self.config.pre_layer_norm
         x = x + self._dropped(self._attention(self._norm(x, "norm_") if before else x, attention_mask))
@@ -145,7 +161,8 @@ class DeepSpeedTransformerLayer(nn.Module):
         )
         query, key, value = split.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, width]
         rate = max(self.config.attn_dropout_ratio, 0.0) if self.training else 0.0
-        mask = None if mask is None else mask.to(query.dtype)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = _added(mask, query.dtype)
         mixed = functional.scaled_dot_product_attention(query, key, value, mask, rate)
         return functional.linear(
             mixed.transpose(1, 2).reshape(batch, length, hidden), self.attn_ow, self.attn_ob
@@ -155,5 +172,11 @@ class DeepSpeedTransformerLayer(nn.Module):
         return functional.dropout(x, max(self.config.hidden_dropout_ratio, 0.0), self.training)
 
 
-def _new(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape))
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if not mask.is_floating_point():
+        raise ArgumentsError(
+            f"the mask is of {mask.dtype}, and is added to the scores",
+            where="DeepSpeedTransformerLayer",
+            fix="pass (1 - mask)[:, None, None] * -10000.0, as BERT does, or booleans",
+        )
+    return mask.to(dtype)

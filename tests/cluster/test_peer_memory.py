@@ -50,7 +50,7 @@ def test_the_memory_of_a_killed_node_is_on_the_next_one(hosts: Hosts, tmp_path: 
             wait_until(lambda goal=goal: steps_made(tmp_path) > goal, "steps", 90)  # type: ignore[misc]
             _, before, place, step = kill(hosts, tmp_path, process, names)
             assert place == "the memory of the nodes" and before - step <= 2 * EVERY
-        wait_until((tmp_path / "out/checkpoints/latest").exists, "a checkpoint on the disk", 90)
+        wait_until((tmp_path / "out/checkpoints/latest").exists, "a checkpoint on the disk", 150)
         *_, place, step = kill(hosts, tmp_path, process, ["node1", "node2"])
         assert place.endswith(f"global_step{step}") and step % 200 == 0
         assert len(resumed(tmp_path)) == 3

@@ -132,7 +132,11 @@ def test_a_job_that_is_queued_again_says_so_to_its_ranks(slurm: Hosts, tmp_path:
     wait_for(lambda: (tmp_path / "rank1-0").exists(), "the first time")
     slurm("exec", "head", "--", "scontrol", "requeue", job)
     start_now(slurm, job)
-    wait_for(lambda: (tmp_path / "rank1-1").exists() and (tmp_path / "rank0-1").exists(), "the second time")
+    wait_for(
+        lambda: (tmp_path / "rank1-1").exists() and (tmp_path / "rank0-1").exists(),
+        "the second time",
+        limit_s=150,
+    )
     wait_for(lambda: "COMPLETED" in slurm("exec", "head", "--", "scontrol", "show", "job", job), "its end")
     assert not any(left(slurm, name) for name in NODES)
 
@@ -146,7 +150,11 @@ def test_a_job_whose_time_is_up_saves_and_queues_itself_again(slurm: Hosts, tmp_
     wait_for(lambda: steps_made(tmp_path) > 5, "steps")
     slurm("exec", "head", "--", "scancel", "--batch", "--signal=USR1", job)
     start_now(slurm, job)
-    wait_for(lambda: "resumed from" in (tmp_path / "out/logs/rank0.log").read_text(), "the second time")
+    wait_for(
+        lambda: "resumed from" in (tmp_path / "out/logs/rank0.log").read_text(),
+        "the second time",
+        limit_s=150,
+    )
     made = steps_made(tmp_path)
     wait_for(lambda: steps_made(tmp_path) > made, "more steps")
     slurm("exec", "head", "--", "scancel", "--batch", "--signal=TERM", job)

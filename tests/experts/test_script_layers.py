@@ -18,6 +18,7 @@ from launcher.errors import ArgumentsError, ConfigError, LauncherError
 from launcher.experts.gates import DROPPED, capacity_of, keep_heaviest
 from launcher.integrations import experts as moe
 from launcher.integrations import groups
+from launcher.integrations.stand_ins import initialize
 from tests.experts.test_parity import Trained
 from tests.parity_deepspeed.mixtures import CLASSES, WIDTH, Classifier
 from tests.pool import RankContext, WorkerPool
@@ -183,29 +184,18 @@ def test_checkpoints_go_on_with_other_sizes(pool: WorkerPool, tmp_path: Any) -> 
     assert after[0][0] == pytest.approx(before[0][0], rel=1e-6)
 
 
-def grouped(ctx: RankContext) -> tuple[int, ...]:
-    """Sizes and ranks of the groups of a script that has no engine yet; afterwards there are none again."""
-    groups._create_expert_data_and_model_parallel(2)
-    try:
-        said = (
-            groups._get_expert_parallel_world_size(),
-            groups._get_expert_parallel_rank(),
-            groups._get_expert_data_parallel_world_size(),
-            groups._get_expert_data_parallel_rank(),
-        )
-        one = torch.ones(1)
-        dist.all_reduce(one, group=groups._get_expert_parallel_group())
-        assert one == 2
-    finally:
-        groups._BEFORE_ENGINES.clear()
-    for degree, more in (3, {}), (2, {"use_data_before_expert_parallel_": True}), (2, {"mpu": object()}):
-        with pytest.raises(ArgumentsError, match="before the engine"):
-            groups._create_expert_data_and_model_parallel(degree, **more)  # type: ignore[arg-type]
-    return said
+def of_its_own(ctx: RankContext) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    vars(model[0].weight).update(allreduce=False, group_name="ep_size_2")
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+    with pytest.raises(ConfigError, match="weight is marked as one of experts that differ between ranks"):
+        initialize(model=model, config=config)
+    vars(model[0].weight).update(group_name="ep_size_1")
+    initialize(model=model, config=config)[0].destroy()
 
 
-def test_groups_before_there_is_an_engine(pool: WorkerPool) -> None:
-    assert pool.run(grouped, 4) == [(2, 0, 2, 0), (2, 1, 2, 0), (2, 0, 2, 1), (2, 1, 2, 1)]
+def test_experts_that_a_script_has_spread_by_itself_are_refused(pool: WorkerPool) -> None:
+    pool.run(of_its_own, 2)
 
 
 def exported(ctx: RankContext, directory: Path) -> dict[str, Tensor]:

@@ -40,8 +40,30 @@ def test_chunks_are_whole() -> None:
     with pytest.raises(ArgumentsError, match="8 tokens are not a whole number of chunks of 3"):
         FPDT_FFN.apply(x, w1, b1, w1, b1, True, 3)
     args = SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=4)
-    with pytest.raises(ArgumentsError, match="4 tokens are not a whole number of chunks of 3"):
+    with pytest.raises(ArgumentsError, match="8 tokens in chunks of 4 cannot be dealt out to 3 ranks"):
         FPDT_InputConstruct(torch.zeros(1, 8), None, None, None, None, args, 3, 0)
+
+
+def test_many_chunks_round_no_more_than_one() -> None:
+    """In bf16, what the chunks add to the gradients of weights is summed in fp32."""
+    given = [
+        one.detach().bfloat16().requires_grad_()
+        for one in weights((1024, 1, 16), (16, 16), (16,), (16, 16), (16,))
+    ]
+    x, w1, b1, w2, b2 = given
+    found = []
+    for size in 1024, 4:
+        out, _ = FPDT_FFN.apply(x, w1, b1, w2, b2, True, size)
+        found.append(torch.autograd.grad(out.float().square().sum(), given[1:]))
+    losses = [
+        FPDT_LogitsLoss.apply(x, (x[..., 0].t() > 0).long(), w1, 0, 1, None, count) for count in (1, 256)
+    ]
+    found[0] += torch.autograd.grad(losses[0].sum(), w1)
+    found[1] += torch.autograd.grad(losses[1].sum(), w1)
+    for one, many in zip(*found, strict=True):
+        assert (one.float() - many.float()).norm() <= 0.01 * one.float().norm()
+    with pytest.raises(ArgumentsError, match="1024 tokens are not 3 chunks of one size"):
+        FPDT_LogitsLoss.apply(x, (x[..., 0].t() > 0).long(), w1, 0, 1, None, 3)
 
 
 def check_losses(ctx: RankContext) -> None:

@@ -37,7 +37,7 @@ from launcher.integrations.sections import DeepSpeedMonitorConfig
 from launcher.integrations.tiling import TiledLinear, TiledLinearReturnBias
 from launcher.integrations.timing import SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from launcher.pipeline.sequential.grid import PipelineParallelGrid
-from launcher.pipeline.sequential.topology import PipeModelDataParallelTopology
+from launcher.pipeline.sequential.topology import PipeModelDataParallelTopology, ProcessTopology
 from launcher.zero import GatheredParameters
 from tests.engine.driving import config_of
 from tests.pool import RankContext, WorkerPool
@@ -148,6 +148,16 @@ def grid(ctx: RankContext) -> list[Any]:
     ]
 
 
+def grid_of_stages(ctx: RankContext) -> list[Any]:
+    launcher.init_distributed()
+    made = PipelineParallelGrid(ProcessTopology(["pipe"], [2]))
+    return [made.get_data_parallel_world_size(), made.get_model_parallel_world_size(), made.stage_id]
+
+
+def test_a_grid_of_stages_alone(pool: WorkerPool) -> None:
+    assert pool.run(grid_of_stages, 2) == [[1, 2, 0], [1, 2, 1]]
+
+
 def test_a_grid_of_a_topology(pool: WorkerPool) -> None:
     assert pool.run(grid, 2) == [[0, 1, False, 1, 2.0], [1, 1, True, 1, 2.0]]
 
@@ -163,6 +173,7 @@ def grid_of_an_engine(ctx: RankContext, axes: dict[str, Any]) -> list[Any]:
         made.dp_group, made.pp_group, made.slice_group, made.is_last_stage,
     ]  # fmt: skip
     assert made.topology().world_size() == ctx.world
+    assert made.stage_to_global(made.stage_id) == ctx.rank and made.dp_group in made.dp_groups
     groups = (made.get_data_parallel_group(), made.get_pipe_parallel_group(), made.get_slice_parallel_group())
     assert [group.size() for group in groups] == [len(ranks) for ranks in said[5:8]]
     try:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer
 
+from launcher.errors import ArgumentsError
 from launcher.integrations.stand_ins import initialize
 from launcher.integrations.transformer_layer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from tests.engine.driving import config_of
@@ -45,7 +46,7 @@ def test_it_is_that_of_transformers() -> None:
     ).eval()
     for parameter in bert.parameters():
         nn.init.normal_(parameter)
-    config = DeepSpeedTransformerConfig(**SIZES, pre_layer_norm=False)  # type: ignore[arg-type]
+    config = DeepSpeedTransformerConfig(hidden_size=8, heads=2, pre_layer_norm=False)
     ours = DeepSpeedTransformerLayer(config, parts(bert, "weight"), parts(bert, "bias"))
     x = torch.randn(2, 5, 8)
     mask = torch.zeros(2, 1, 1, 5)
@@ -53,6 +54,9 @@ def test_it_is_that_of_transformers() -> None:
     want = bert(x, mask)
     want = want[0] if isinstance(want, tuple) else want
     torch.testing.assert_close(ours(x, mask), want)
+    torch.testing.assert_close(ours(x, mask == 0), want)
+    with pytest.raises(ArgumentsError, match="the mask is of torch"):
+        ours(x, torch.ones(2, 5, dtype=torch.int64))
 
 
 def test_norms_come_first_and_new_weights_are_small_where_a_layer_adds() -> None:
@@ -74,7 +78,7 @@ def test_a_config_is_read_from_a_file(tmp_path: Path) -> None:
     for encoding in "utf-8", "utf-16":
         path.write_text(json.dumps({"hidden_size": 16, "own": 1}), encoding=encoding)
         config = DeepSpeedTransformerConfig.from_json_file(path)
-        assert config.hidden_size == 16 and config.own == 1  # type: ignore[attr-defined]
+        assert config.hidden_size == 16 and config.intermediate_size == 64 and config.own == 1  # type: ignore[attr-defined]
 
 
 def losses(ctx: RankContext, stage: int) -> list[float]:

@@ -52,7 +52,6 @@ DIFFERS: Mapping[str, str] = {
     ),
     "runtime.state_dict_factory.MegatronSDLoader": "reads nothing; scripts can put a check of their own into it",
     "sequence.fpdt_layer.FPDT_FFN": "the second bias has its gradient where it is not added, too",
-    "utils.groups._create_expert_data_and_model_parallel": "groups until there is an engine, which has its own",
     "initialize": "unsupported config sections are errors; an mpu is taken where its sizes are the JSON's",
     "sequence.layer.DistributedAttention": _LAYER,
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SLICES,

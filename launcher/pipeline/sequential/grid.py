@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch.distributed as dist
@@ -16,8 +17,17 @@ from launcher.pipeline.sequential.topology import (
     ProcessTopology,
 )
 
-AXES = {"data": "dp", "pipe": "pp", "model": "tp"}
-"""Of a topology, and of the mesh."""
+AXES = {"pipe": "pp", "data": "dp", "sequence": "cp", "model": "tp"}
+"""Of a topology, and of the mesh; outermost first."""
+
+
+def _topology_of(mesh: Mesh) -> ProcessTopology:
+    """Return the topology of a mesh: of DeepSpeed's class, which has no axis of ranks that share a sequence, if it can
+    be."""
+    degrees = {name: mesh.axes[axis].degree for name, axis in AXES.items()}
+    if degrees["sequence"] > 1:
+        return ProcessTopology(list(degrees), list(degrees.values()))
+    return PipeModelDataParallelTopology(degrees["pipe"], degrees["model"], degrees["data"])
 
 
 class PipelineParallelGrid:
@@ -38,8 +48,7 @@ class PipelineParallelGrid:
         self._mesh = mesh
         if mesh is not None:
             self.global_rank, self.world_size = mesh.rank, mesh.world_size
-            stages, slices, replicas = (mesh.axes[name].degree for name in ("pp", "tp", "dp"))
-            topology = PipeModelDataParallelTopology(stages, slices, replicas * mesh.axes["cp"].degree)
+            topology = _topology_of(mesh)
         else:
             self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._topo = topology or PipeDataParallelTopology(1, self.world_size)
@@ -49,13 +58,10 @@ class PipelineParallelGrid:
                 where="PipelineParallelGrid(topology=...)",
                 fix="make the product of its degrees the number of ranks",
             )
-        # Ranks that share a sequence lie along data, and have the same samples.
-        copies = max(self._topo.get_dim("data"), 1)
-        shared = 1 if mesh is None else mesh.axes["cp"].degree
-        self.data_parallel_size = copies // shared
+        self.data_parallel_size = max(self._topo.get_dim("data"), 1)
         self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
         self.model_parallel_size = self.slice_parallel_size = max(self._topo.get_dim("model"), 1)
-        self.stage_id, self.data_parallel_id = self.get_stage_id(), self._place("data") // shared
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self._place("data")
         self.dp_groups, self.dp_group, self.dp_proc_group = self._along("data")
         self.pipe_groups, self.pp_group, self.pp_proc_group = self._along("pipe")
         self.model_groups, self.slice_group, self.slice_proc_group = self._along("model")
@@ -80,10 +86,9 @@ class PipelineParallelGrid:
 
     def _share_batches(self) -> None:
         """Find the ranks that hold parts of one model."""
-        copies = max(self._topo.get_dim("data"), 1)
-        lists = [self._topo.get_axis_list("data", number) for number in range(copies)]
-        if "data" not in self._topo.axes:
-            lists = [list(range(self.world_size))]
+        others = [axis for axis in ("data", "sequence") if axis in self._topo.axes]
+        spans = itertools.product(*(range(self._topo.get_dim(axis)) for axis in others))
+        lists = [self._topo.filter_match(**dict(zip(others, numbers, strict=True))) for numbers in spans]
         for ranks in lists:
             made = None if self._mesh is not None else dist.new_group(ranks)
             if self.global_rank in ranks:
