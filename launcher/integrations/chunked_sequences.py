@@ -1,4 +1,4 @@
-"""Long sequences in chunks, as Megatron-DeepSpeed asks for them: `FPDT_FFN`, `FPDT_LogitsLoss` and
+"""Long sequences in chunks, as Megatron-DeepSpeed asks for them: `FPDT_Attention`, `FPDT_FFN`, `FPDT_LogitsLoss` and
 `FPDT_InputConstruct` of `deepspeed.sequence.fpdt_layer`.
 
 Tensors are [sequence, batch, ...]. A chunk's forward runs again in its backward. Source: Yao et al. 2024,
@@ -18,7 +18,113 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.comm import Axis
 from launcher.errors import ArgumentsError
+from launcher.integrations.distributed_attention import single_all_to_all
 from launcher.tensor.functions import gather_along
+
+
+class FPDT_Attention(torch.nn.Module):
+    """Causal attention of this rank's pieces to those of all ranks, with the linear layers before and after it.
+
+    Args:
+        config: its `kv_channels` are the width of a head; of it, too, are `num_attention_heads`, `num_key_value_heads`
+            and `attention_dropout`.
+        first_weight, first_bias: of queries, keys and values, one after the other.
+        second_weight, second_bias: of what comes out.
+        sequence_process_group: ranks that share the sequence; each computes some heads.
+        gather_idx, scatter_idx, enable_offloading: not needed: keys and values stay on the device.
+        return_bias: the second bias is returned, and not added.
+        chunk_size: tokens of a chunk, over all ranks.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        first_weight: Tensor,
+        first_bias: Tensor | None,
+        second_weight: Tensor,
+        second_bias: Tensor | None,
+        sequence_process_group: dist.ProcessGroup | None,
+        gather_idx: int = 0,
+        scatter_idx: int = 2,
+        return_bias: bool = True,
+        chunk_size: int = 65536,
+        enable_offloading: bool = True,
+    ) -> None:
+        super().__init__()
+        self.spg, self.chunk_size, self.return_bias = sequence_process_group, chunk_size, return_bias
+        self.head_dim, self.dropout = config.kv_channels, config.attention_dropout
+        self.widths = [
+            self.head_dim * config.num_attention_heads,
+            *2 * [self.head_dim * config.num_key_value_heads],
+        ]
+        self.qkv_linear_weight, self.qkv_linear_bias = first_weight, first_bias
+        self.qkv_dense_weight, self.qkv_dense_bias = second_weight, second_bias
+        ranks = dist.get_world_size(sequence_process_group)
+        if config.num_attention_heads % ranks or config.num_key_value_heads % ranks:
+            heads = f"{config.num_attention_heads} heads of queries and {config.num_key_value_heads} of keys"
+            raise ArgumentsError(
+                f"{heads} cannot be dealt out to {ranks} ranks",
+                where="FPDT_Attention",
+                fix='use as many ranks as divide both, or "context_parallel": {"ring": N} in the JSON',
+            )
+
+    def forward(
+        self,
+        layernorm_output: Tensor,
+        attention_mask: None,
+        inference_params: Any,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None,
+        cpu_offloading: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output, [sequence of this rank, batch, hidden], and the second bias where it is not added.
+
+        Args:
+            layernorm_output: [sequence of this rank, batch, hidden]; a piece of every chunk, as dealt out by
+                `FPDT_InputConstruct`.
+            attention_mask: None; every token sees those before it.
+            inference_params, cpu_offloading: not needed.
+            rotary_pos_emb: (cos, sin) of all tokens, each [sequence of all ranks, 1, 1, width].
+        """
+        x, ranks = layernorm_output, dist.get_world_size(self.spg)
+        chunks, rest = divmod(x.shape[0] * ranks, self.chunk_size)
+        if attention_mask is not None or chunks < 1 or rest or x.shape[0] % chunks:
+            what = f"{x.shape[0]} tokens on each of {ranks} ranks in chunks of {self.chunk_size}, or a mask,"
+            raise _uneven(f"{what} are not supported", "FPDT_Attention")
+        split = functional.linear(x, self.qkv_linear_weight, self.qkv_linear_bias).split(self.widths, dim=-1)
+        # What the ranks have of a chunk, one after the other, is the chunk: so all tokens come in their order.
+        query, key, value = (
+            torch.cat(
+                [self._exchanged(piece, 2, 1) for piece in one.transpose(0, 1).chunk(chunks, dim=1)], dim=1
+            )
+            for one in (part.unflatten(-1, (-1, self.head_dim)) for part in split)
+        )  # each [batch, sequence of all ranks, heads of this rank, width]
+        if rotary_pos_emb is not None:
+            cos, sin = (one.transpose(0, 1) for one in rotary_pos_emb)
+            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        rate = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=rate, is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+        mine = torch.cat([self._exchanged(chunk, 1, 2) for chunk in mixed.chunk(chunks, dim=1)], dim=1)
+        bias = None if self.return_bias else self.qkv_dense_bias
+        out = functional.linear(mine.flatten(2).transpose(0, 1), self.qkv_dense_weight, bias)
+        return out, self.qkv_dense_bias if self.return_bias else None
+
+    def _exchanged(self, x: Tensor, scatter: int, gather: int) -> Tensor:
+        return single_all_to_all(x, scatter, gather, 0, self.spg)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x with its first elements rotated, as many as cos has.
+
+    Args:
+        x: [batch, sequence, heads, width].
+        cos, sin: [1, sequence, 1, rotated].
+    """
+    turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat((turned * cos + torch.cat((-second, first), dim=-1) * sin, kept), dim=-1)
 
 
 class FPDT_FFN:

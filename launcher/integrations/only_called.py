@@ -56,7 +56,7 @@ _CALLS: Mapping[str, str] = {
         VocabParallelCausalLMLoss VocabParallelCrossEntropyLoss configure_vocab_parallel_loss
         validate_vocab_parallel_loss vocab_parallel_cross_entropy vocab_sequence_parallel_cross_entropy""",
     "sequence.fpdt_layer": """
-        FPDT_Attention SequenceChunk apply_rotary_pos_emb_backward bias_gelu bias_gelu_back flash_attn_version
+        SequenceChunk apply_rotary_pos_emb_backward bias_gelu bias_gelu_back flash_attn_version
         update_out_and_lse""",
     "sequence.layer": """
         apply_rotary_pos_emb post_all2all pre_all2all_fun register_all_to_all_group uneven_heads_all2all""",

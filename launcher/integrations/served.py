@@ -334,7 +334,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         **_from(f"{_HERE}", "is_zero_supported_optimizer"),
     },
     "sequence.fpdt_layer": _from(
-        f"{_PACKAGE}.chunked_sequences", "FPDT_FFN", "FPDT_InputConstruct", "FPDT_LogitsLoss"
+        f"{_PACKAGE}.chunked_sequences",
+        "FPDT_Attention",
+        "FPDT_FFN",
+        "FPDT_InputConstruct",
+        "FPDT_LogitsLoss",
     ),
     "utils": {
         **_LEAVES,

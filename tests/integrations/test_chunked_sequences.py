@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher.errors import ArgumentsError
-from launcher.integrations.chunked_sequences import FPDT_FFN, FPDT_InputConstruct, FPDT_LogitsLoss
+from launcher.integrations.chunked_sequences import (
+    FPDT_FFN,
+    FPDT_Attention,
+    FPDT_InputConstruct,
+    FPDT_LogitsLoss,
+)
 from tests.pool import RankContext, WorkerPool
 
 LENGTH, BATCH, HIDDEN, VOCABULARY = 8, 2, 4, 7
@@ -96,3 +101,57 @@ def check_losses(ctx: RankContext) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_losses(pool: WorkerPool, ranks: int) -> None:
     pool.run(check_losses, ranks)
+
+
+def check_attention(ctx: RankContext) -> None:
+    """Four heads of queries, two of keys; half of each head is rotated."""
+    ranks, rank, width = ctx.world, ctx.rank, 4
+    shapes = ((LENGTH, BATCH, HIDDEN), (8 * width, HIDDEN), (8 * width,), (HIDDEN, 4 * width))
+    x, qkv, bias, dense = (one.detach().double().requires_grad_() for one in weights(*shapes))
+    angles = torch.arange(LENGTH, dtype=x.dtype).view(-1, 1, 1, 1) / torch.tensor([2.0, 2.0])
+    rotary = (angles.cos(), angles.sin())
+    split = (x.transpose(0, 1) @ qkv.T + bias).unflatten(-1, (8, width)).transpose(1, 2)
+    query, key, value = split[:, :4], split[:, 4:6], split[:, 6:]
+
+    def turned(one: Tensor) -> Tensor:
+        cos, sin = (part[:, 0, 0] for part in rotary)
+        first, second = one[..., :1], one[..., 1:2]
+        return torch.cat((one[..., :2] * cos + torch.cat((-second, first), -1) * sin, one[..., 2:]), -1)
+
+    query, key = turned(query), turned(key).repeat_interleave(2, 1)
+    scores = query @ key.transpose(2, 3) / width**0.5
+    scores = scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+    mixed = scores.softmax(-1) @ value.repeat_interleave(2, 1)
+    want = mixed.transpose(1, 2).flatten(2).transpose(0, 1) @ dense.T
+    given = [x, qkv, bias, dense]
+    slopes = torch.autograd.grad(want.square().sum(), given)
+
+    args = SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=LENGTH // 2)
+    order = torch.arange(LENGTH)[None]
+    own = FPDT_InputConstruct(order, None, None, None, None, args, ranks, rank).generate()[0][0]
+    config = SimpleNamespace(
+        kv_channels=width, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.0
+    )
+    layer = FPDT_Attention(
+        config, qkv, bias, dense, torch.ones(HIDDEN), dist.group.WORLD, chunk_size=LENGTH // 2
+    )
+    mine = x.detach()[own].requires_grad_()
+    out, second = layer(mine, None, None, rotary)
+    torch.testing.assert_close(out, want[own])
+    assert second is not None
+    found = torch.autograd.grad(out.square().sum(), [mine, qkv, bias, dense])
+    torch.testing.assert_close(found[0], slopes[0][own])
+    for one, whole in zip(found[1:], slopes[1:], strict=True):
+        dist.all_reduce(one)
+        torch.testing.assert_close(one, whole)
+    with pytest.raises(ArgumentsError, match="in chunks of 3"):
+        FPDT_Attention(config, qkv, bias, dense, None, dist.group.WORLD, chunk_size=3)(mine, None, None, None)
+    if ranks == 2:
+        config.num_key_value_heads = 1
+        with pytest.raises(ArgumentsError, match="1 of keys cannot be dealt out to 2 ranks"):
+            FPDT_Attention(config, qkv, bias, dense, None, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attention(pool: WorkerPool, ranks: int) -> None:
+    pool.run(check_attention, ranks)

@@ -51,6 +51,7 @@ DIFFERS: Mapping[str, str] = {
         "does nothing: a checkpoint loads on any number of ranks",
     ),
     "runtime.state_dict_factory.MegatronSDLoader": "reads nothing; scripts can put a check of their own into it",
+    "sequence.fpdt_layer.FPDT_Attention": "by torch's attention; keys and values stay on the device",
     "sequence.fpdt_layer.FPDT_FFN": "the second bias has its gradient where it is not added, too",
     "initialize": "unsupported config sections are errors; an mpu is taken where its sizes are the JSON's",
     "sequence.layer.DistributedAttention": _LAYER,
