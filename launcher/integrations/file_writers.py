@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,6 @@ SIZE_BYTES = 8
 StoredAs = tuple[torch.UntypedStorage, torch.dtype]
 
 
-def _nothing(data: memoryview) -> None:
-    """Write nothing."""
-
-
 class MockFileWriter:
     """Count what would be written; the file is made and stays empty.
 
@@ -33,7 +29,6 @@ class MockFileWriter:
     def __init__(self, file_path: str | Path) -> None:
         self._file_path = file_path
         self._file = open(file_path, "wb", buffering=0)  # noqa: SIM115 - close() closes it
-        self._put: Callable[[memoryview], Any] = _nothing
         self._stats: dict[str, Any] = dict.fromkeys(
             ("close", "fileno", "flush", "write", "bytes", "write_secs", "write_GB/s"), 0
         )
@@ -87,6 +82,9 @@ class MockFileWriter:
             self._stats["save_storage_bytes"] += storage.nbytes()
         return written
 
+    def _put(self, data: memoryview) -> None:
+        """Write nothing."""
+
     def _dump_state(self) -> None:
         """Print the counts."""
         if seconds := self._stats["write_secs"]:
@@ -101,11 +99,7 @@ class PyFileWriter(MockFileWriter):
         file_path: the file.
     """
 
-    def __init__(self, file_path: str | Path) -> None:
-        super().__init__(file_path)
-        self._put = self._write_all
-
-    def _write_all(self, data: memoryview) -> None:
+    def _put(self, data: memoryview) -> None:
         while data:  # one call may write a part, for example 2 GiB
             data = data[self._file.write(data) :]
 

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from launcher.errors import LauncherError
+from launcher.integrations.kinds import Kind, kind
 from launcher.optim.sharded import ShardedOptimizer
 from launcher.zero.policy import ZeroPolicy
 
 
-class _Kind(type):
-    """A class whose instances are the optimizers of engines that `asks` is true of."""
-
-    asks: Callable[[ZeroPolicy], bool]
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, ShardedOptimizer) and cls.asks(instance.zero.policy)
-
-    def __call__(cls, *args: Any, **keywords: Any) -> Any:
-        raise LauncherError(
-            f"{cls.__name__} cannot be made by a script: it stands for the optimizer of an engine",
-            fix="pass the torch optimizer to deepspeed.initialize(optimizer=...)",
-        )
-
-
-def _kind(name: str, asks: Callable[[ZeroPolicy], bool]) -> _Kind:
-    return _Kind(name, (), {"asks": staticmethod(asks)})
+def _kind(name: str, asks: Callable[[ZeroPolicy], bool]) -> Kind:
+    return kind(
+        name,
+        lambda one: isinstance(one, ShardedOptimizer) and asks(one.zero.policy),
+        "the optimizer of an engine",
+        "pass the torch optimizer to deepspeed.initialize(optimizer=...)",
+    )
 
 
 def _unsharded(dtype: torch.dtype) -> Callable[[ZeroPolicy], bool]:

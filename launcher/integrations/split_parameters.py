@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from launcher.engine.fragments import ENGINES
 from launcher.errors import LauncherError
+from launcher.integrations.kinds import Kind, kind
 from launcher.tensor.layers import ColumnParallel, RowParallel, SplitModule
 from launcher.tensor.split import whole
 from launcher.zero import ShardedParameter
@@ -19,23 +20,17 @@ from launcher.zero.slot import ParamSlot
 WHERE = "GatherReplacedLayerParams"
 
 
-class _SplitLayer(type):
-    """A class whose instances are the layers that `tensor_parallel` of the JSON has split in one way."""
-
-    split: type[SplitModule]
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.split)
-
-    def __call__(cls, *args: Any, **keywords: Any) -> Any:
-        raise LauncherError(
-            f"{cls.__name__} cannot be made by a script: it stands for a layer that is split",
-            fix="tensor_parallel in the JSON splits the layers; partition_config names layers of your own",
-        )
+def _split_layer(name: str, split: type[SplitModule]) -> Kind:
+    return kind(
+        name,
+        lambda one: isinstance(one, split),
+        "a layer that is split",
+        "tensor_parallel in the JSON splits the layers; partition_config names layers of your own",
+    )
 
 
-LinearLayer = _SplitLayer("LinearLayer", (), {"split": ColumnParallel})
-LinearAllreduce = _SplitLayer("LinearAllreduce", (), {"split": RowParallel})
+LinearLayer = _split_layer("LinearLayer", ColumnParallel)
+LinearAllreduce = _split_layer("LinearAllreduce", RowParallel)
 
 
 class GatherReplacedLayerParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
@@ -149,6 +150,21 @@ def test_the_accelerator_of_a_cpu_answers_the_same() -> None:
         assert getattr(mine, name)() == getattr(theirs, name)(), name
 
 
+def served() -> Iterator[tuple[str, Any, Any]]:
+    """Every name that is served and that the installed DeepSpeed has: its path, what it is there, and here."""
+    for module, names in NAMES.items():
+        for name in names:
+            try:
+                theirs = getattr(importlib.import_module(f"deepspeed.{module}".rstrip(".")), name)
+            except (ImportError, AttributeError, RuntimeError):
+                continue  # it needs a GPU, or is in an older version
+            yield f"{module}.{name}".lstrip("."), theirs, look_up(module, name)
+
+
+def both_are_classes(theirs: Any, mine: Any) -> bool:
+    return inspect.isclass(theirs) and inspect.isclass(mine) and not issubclass(theirs, Enum)
+
+
 def kind_of(owner: type, name: str) -> str | None:
     found = inspect.getattr_static(owner, name, None)
     if found is None or isinstance(found, property | cached_property):
@@ -159,20 +175,12 @@ def kind_of(owner: type, name: str) -> str | None:
 def test_what_is_called_there_is_called_here() -> None:
     """A property that is a method there, or the other way round, breaks the script that asks for it."""
     differing, compared = [], 0
-    for module, names in NAMES.items():
-        for name in names:
-            try:
-                theirs = getattr(importlib.import_module(f"deepspeed.{module}".rstrip(".")), name)
-            except (ImportError, AttributeError, RuntimeError):
-                continue  # it needs a GPU, or is in an older version
-            mine = look_up(module, name)
-            if not (inspect.isclass(theirs) and inspect.isclass(mine)) or issubclass(theirs, Enum):
-                continue
-            for attribute in dir(theirs):
-                kinds = kind_of(theirs, attribute), kind_of(mine, attribute)
-                compared += None not in kinds
-                if not attribute.startswith("_") and None not in kinds and kinds[0] != kinds[1]:
-                    differing.append(f"{module}.{name}.{attribute}")
+    for below, theirs, mine in served():
+        for attribute in dir(theirs) if both_are_classes(theirs, mine) else ():
+            kinds = kind_of(theirs, attribute), kind_of(mine, attribute)
+            compared += None not in kinds
+            if not attribute.startswith("_") and None not in kinds and kinds[0] != kinds[1]:
+                differing.append(f"{below}.{attribute}")
     assert differing == [] and compared > 1000
 
 
@@ -194,19 +202,13 @@ OTHER_PARAMETERS = {
 
 def test_keywords_that_are_taken_there_are_taken_here() -> None:
     differing = set()
-    for module, names in NAMES.items():
-        for name in names:
-            try:
-                theirs = getattr(importlib.import_module(f"deepspeed.{module}".rstrip(".")), name)
-            except (ImportError, AttributeError, RuntimeError):
-                continue
-            mine, below = look_up(module, name), f"{module}.{name}".lstrip(".")
-            pairs = [(below, theirs, mine)] if inspect.isfunction(theirs) else []
-            if inspect.isclass(theirs) and inspect.isclass(mine) and not issubclass(theirs, Enum):
-                known = [each for each in vars(theirs) if not each.startswith("_") and hasattr(mine, each)]
-                pairs = [(f"{below}.{each}", getattr(theirs, each), getattr(mine, each)) for each in known]
-                pairs.append((below, theirs.__init__, mine.__init__))
-            differing |= {below for below, there, here in pairs if lost_keywords(there, here)}
+    for below, theirs, mine in served():
+        pairs = [(below, theirs, mine)] if inspect.isfunction(theirs) else []
+        if both_are_classes(theirs, mine):
+            methods = [each for each in vars(theirs) if not each.startswith("_") and hasattr(mine, each)]
+            pairs = [(f"{below}.{each}", getattr(theirs, each), getattr(mine, each)) for each in methods]
+            pairs.append((below, theirs.__init__, mine.__init__))
+        differing |= {path for path, there, here in pairs if lost_keywords(there, here)}
     known = {
         below
         for below in differing
