@@ -102,7 +102,7 @@ def _noted(output_dir: Path) -> dict[str, object]:
 
 
 def _saved_at(output_dir: Path) -> int | None:
-    """When `latest` was written, in ns; None where there is none."""
+    """Return when `latest` was written, in ns; None where there is none."""
     try:
         return (output_dir / CHECKPOINTS / LATEST_FILE).stat().st_mtime_ns
     except OSError:

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub can be asked: its library would try again for half a minute where it cannot."""
+"""Checks whether the Hugging Face Hub can be reached; without it, its library would retry for half a minute."""
 
 from __future__ import annotations
 

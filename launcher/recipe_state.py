@@ -1,4 +1,4 @@
-"""What a recipe goes on from: the engine's state, the place in the data, and whether both are sound."""
+"""The state that a recipe resumes from: the engine's, and the place in the data; and checks that both are sound."""
 
 from __future__ import annotations
 

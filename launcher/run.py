@@ -1,4 +1,4 @@
-"""What a recipe knows of its run: flags, JSON, device, output directory, and who speaks."""
+"""Holds what a recipe knows of its run: flags, JSON, device, output directory, and which rank prints."""
 
 from __future__ import annotations
 

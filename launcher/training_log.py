@@ -1,4 +1,4 @@
-"""What a training run tells while it goes on: its metrics, its progress line, the timeline of its pipeline."""
+"""Writes what a training run tells while it goes on: its metrics, its progress line, the timeline of its pipeline."""
 
 from __future__ import annotations
 

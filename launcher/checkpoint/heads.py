@@ -1,4 +1,4 @@
-"""How the rows of q, k and v lie by heads, in programs that keep them as one parameter."""
+"""The order of the rows of q, k and v in programs that keep them as one parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a directory of checkpoints holds, for people and programs."""
+"""Describes a directory of checkpoints, for people and programs."""
 
 from __future__ import annotations
 

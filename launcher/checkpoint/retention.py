@@ -1,4 +1,4 @@
-"""Which checkpoints stay (`checkpoint.keep_last`, `checkpoint.keep_every`)."""
+"""Chooses the checkpoints that stay (`checkpoint.keep_last`, `checkpoint.keep_every`)."""
 
 from __future__ import annotations
 

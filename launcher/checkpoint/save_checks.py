@@ -1,4 +1,4 @@
-"""What is looked at before a checkpoint is written: room on the disk, and whose directory it is."""
+"""Checks before a checkpoint is written: is there space on the disk, and does the directory belong to this run?"""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a tensor comes from.
+    """The source of a tensor.
 
     Args:
         key: in the checkpoint.

@@ -46,7 +46,7 @@ def calibrate_parser() -> FlagParser:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run was, and how long its steps took.
+    """A run, and how long its steps took.
 
     Args:
         work: of its model.

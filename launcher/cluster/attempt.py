@@ -76,7 +76,7 @@ class LogOptions:
 
 @dataclass(frozen=True)
 class EndPolicy:
-    """When a run is ended, and what its exit code says then."""
+    """Decides when a run ends, and with which exit code."""
 
     hang_s: float = 0.0
     """Seconds without progress of any rank, after which it is taken to hang; 0: for ever."""

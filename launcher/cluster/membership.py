@@ -1,4 +1,4 @@
-"""Which replicas of a run train together, from one step to the next: decided in one place, for all ranks.
+"""Decides, in one place for all ranks, which replicas of a run train together from one step to the next.
 
 A replica trains alone but for the mean of gradients, and may die. Its ranks ask here before they first train, and again
 whenever an exchange with the other replicas has failed, or another replica waits to join. Once all ranks of all

@@ -18,7 +18,7 @@ from launcher.comm.pending import Pending
 
 
 class Way(NamedTuple):
-    """What one rank of an axis sends to another in one direction, in its order.
+    """The messages of one rank of an axis to another, in one direction and in order.
 
     Attributes:
         source, to: coordinates of the two.

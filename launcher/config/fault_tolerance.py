@@ -1,4 +1,4 @@
-"""What keeps a run going: the sections `checkpoint`, `fault_tolerance`, whose replicas can do without each other, and
+"""The sections that keep a run going: `checkpoint`, `fault_tolerance` (replicas that train on without a lost one) and
 `replica_check`."""
 
 from __future__ import annotations

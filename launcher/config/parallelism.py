@@ -1,4 +1,4 @@
-"""How a model is taken apart: `tensor_parallel` splits layers over ranks, and `pipeline` deals blocks out to stages.
+"""The sections that split a model: `tensor_parallel` splits layers over ranks, `pipeline` assigns blocks to stages.
 
 Sources: Shoeybi et al. 2019 (arXiv:1909.08053), Huang et al. 2018 (arXiv:1811.06965).
 """

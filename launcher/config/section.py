@@ -1,4 +1,4 @@
-"""What a section of the JSON is made of: its base class, and the kinds of values that its fields take.
+"""The base class of the JSON's sections, and the kinds of values that their fields take.
 
 A section is frozen and strict, and has a docstring per field; `"auto"` stays until it is resolved. DeepSpeed's own
 checks take `"true"`, 1, "2" and "1e-3" for what they say, and so do these fields.

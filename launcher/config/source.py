@@ -1,4 +1,4 @@
-"""Where a configuration is read from: a path, JSON text, the same in base64, accelerate's YAML, or a mapping."""
+"""Reads a configuration from a path, JSON text, the same in base64, accelerate's YAML, or a mapping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a step reduces gradients and gathers parameters, in the engine and in the memory estimate."""
+"""Plans when a step reduces gradients and gathers parameters, for the engine and for the memory estimate."""
 
 from __future__ import annotations
 

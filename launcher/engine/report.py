@@ -1,4 +1,4 @@
-"""What a run tells people of its engine: its ranks, batch and size, and how the last step went through its stages."""
+"""Describes an engine to people: its ranks, batch and size, and how the last step went through its stages."""
 
 from __future__ import annotations
 

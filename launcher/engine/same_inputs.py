@@ -34,7 +34,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CutBy(Enum):
-    """Who cuts the sequences that the ranks of cp share."""
+    """The place where sequences are cut for the ranks of cp."""
 
     HOOKS = "hooks"  # of the model: every rank of cp is called with the same whole batch
     LOADER = "loader"  # each rank gets its slice of a batch: DeepSpeed's UlyssesSPDataLoaderAdapter

@@ -1,4 +1,4 @@
-"""What the blocks and the two ends of a model do to memory: one microbatch of a short model, with fake tensors."""
+"""Traces what the blocks and both ends of a model do to memory: one microbatch of a short model, with fake tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often each number occurs: which expert has how many tokens."""
+"""Counts how often each number occurs: the tokens of each expert."""
 
 from __future__ import annotations
 

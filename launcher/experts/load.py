@@ -1,4 +1,4 @@
-"""Which experts the tokens of a step go to: counted in training, told in `metrics.jsonl`, and drawn."""
+"""The load of each expert: counted in training, written to `metrics.jsonl`, and drawn."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class PyFileWriter(MockFileWriter):
 
 @dataclass
 class FastFileWriterConfig:
-    """What a `FastFileWriter` takes; only the number of writers is looked at."""
+    """The options of a `FastFileWriter`; only the number of writers is looked at."""
 
     dnvme_handle: Any
     pinned_tensor: torch.Tensor

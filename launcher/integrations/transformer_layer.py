@@ -17,7 +17,7 @@ from launcher.errors import ArgumentsError
 
 @dataclass(eq=False)
 class DeepSpeedTransformerConfig:
-    """What a layer is like.
+    """The sizes and options of a layer.
 
     Args:
         intermediate_size: between the two linear layers; below 1: four times the hidden size.

@@ -49,7 +49,7 @@ class SideStreamCopies:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is started inside runs on this stream, once what is computed so far is done."""
+        """Runs what is started inside on this stream, once the work queued so far is done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield

@@ -1,4 +1,4 @@
-"""What is agreed about a directory of safetensors: the names of its files and of dtypes."""
+"""The format of a directory of safetensors: names of its files and of dtypes."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _restart_peak(device: torch.device | str) -> None:
 
 
 class StepMemory:
-    """What one step adds to the memory of this process: the third, when all is there that stays (states of the
+    """Measures what one step adds to the memory of this process: the third, when all is there that stays (states of the
     optimizer, the order in which parameters are gathered).
 
     Attributes:

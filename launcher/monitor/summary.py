@@ -47,7 +47,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatedMemory:
-    """What `launch memory-estimate` says of a rank; see `RankMemory`. The peak is of tensors alone."""
+    """The figures of `launch memory-estimate` for a rank; see `RankMemory`. The peak is of tensors alone."""
 
     rank: int
     peak_memory_bytes: int

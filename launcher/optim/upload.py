@@ -18,7 +18,7 @@ AT_ONCE = 2
 
 
 class Upload:
-    """What steps a buffer writes its parameters here, page-locked and in their own dtype: half of the bytes of fp32
+    """Copies updated parameters to the device from page-locked memory, in their own dtype: half of the bytes of fp32
     master weights cross the link, and the host does not wait for them.
 
     Args:

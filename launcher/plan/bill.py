@@ -9,7 +9,7 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Bill:
-    """What a run over so many tokens takes.
+    """The time, energy and money of a run over so many tokens.
 
     Attributes:
         hours: from its start to its end.

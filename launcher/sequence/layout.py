@@ -1,4 +1,4 @@
-"""Which positions of a sequence a rank of the cp axis has.
+"""Assigns positions of a sequence to ranks of the cp axis.
 
 The axis is ring x ulysses, ulysses innermost. A chunk is what the ranks of one Ulysses group have together: one of
 `ring` equal parts of the sequence. Inside a chunk each of them has a slice.

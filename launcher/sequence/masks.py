@@ -1,4 +1,4 @@
-"""Which keys a query may see, as rules over positions of the whole sequence.
+"""Masks as rules: which keys a query may see, by positions in the whole sequence.
 
 A rule answers for a block of queries and keys: all of its pairs, none, or some, and then which. transformers makes a
 mask out of small functions (`masking_utils`); `rules_of` reads them. A function that is not known is refused: it may
@@ -20,7 +20,7 @@ from launcher.errors import ConfigError
 
 
 class Visibility(Enum):
-    """How many of the pairs of a block a rule allows."""
+    """Says whether a rule allows all, some or none of the pairs of a block."""
 
     NONE = "none"
     SOME = "some"

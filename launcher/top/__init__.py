@@ -1,1 +1,1 @@
-"""What `launch top` shows of a run, and the page that a run leaves behind."""
+"""The screen of `launch top`, and the page that a run leaves behind."""

@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks cut a parameter, as DeepSpeed's files say it; and their parts joined.
+"""Reads from DeepSpeed's files how tensor-parallel ranks cut a parameter, and joins the parts.
 
 `universal_checkpoint_info` says it twice: by boxes (`affine_map`, since 0.19), and by patterns of names.
 """
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which boxes of a logical tensor the ranks have.
+    """The boxes of a logical tensor that each rank has.
 
     Args:
         shape: of the logical tensor.

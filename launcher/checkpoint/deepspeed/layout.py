@@ -1,4 +1,4 @@
-"""Where each parameter's elements lie in DeepSpeed's files, as boxes of logical tensors.
+"""Finds each parameter's elements in DeepSpeed's files, as boxes of logical tensors.
 
 - Stages 1 and 2: the parameters of a group lie end to end in one flat tensor, of which each rank wrote a range.
 - Stage 3: each parameter is cut into as many equal parts as there are ranks (the last one padded); a rank wrote its

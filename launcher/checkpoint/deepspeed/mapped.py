@@ -16,7 +16,7 @@ MAPS = Path("/proc/self/maps")
 
 
 class MappedFiles:
-    """Where files are in this process's memory. Not known but on Linux; then nothing is let go."""
+    """Finds where files are mapped in this process's memory. Only Linux tells; elsewhere no page is released."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         names = {str(path.resolve()) for path in files}

@@ -1,4 +1,4 @@
-"""What a checkpoint of DeepSpeed's says of its run beside tensors, as launcher's own meta.json says it."""
+"""Turns what a DeepSpeed checkpoint says of its run, tensors apart, into the form of launcher's own meta.json."""
 
 from __future__ import annotations
 

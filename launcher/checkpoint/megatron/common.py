@@ -1,4 +1,4 @@
-"""What Megatron's `common.pt` says of a run: the optimizer's options, the place in the data and in the schedule."""
+"""Reads Megatron's `common.pt`: the optimizer's options, the place in the data and in the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters of a Hugging Face model a tensor of Megatron-Core holds, and in which order their rows lie.
+"""Maps each tensor of Megatron-Core to parameters of a Hugging Face model, with the order of their rows.
 
 Megatron-Core keeps one tensor for q, k and v, whose rows are ordered by group of heads (the heads of q that share a
 head of k and v, then that head of k, then that of v), and one for the gate and up projections, gate first. Its
@@ -43,7 +43,7 @@ class JoinRule:
 
 @dataclass(frozen=True)
 class Family:
-    """How models of some types are named.
+    """The names of tensors in models of some types.
 
     Args:
         layers: prefix of the layers.

@@ -1,4 +1,4 @@
-"""What crosses between stages on different ranks. Receives are posted ahead, in the order in which they were sent.
+"""Sends and receives between stages on different ranks. Receives are posted ahead, in the order of the sends.
 
 A stage that leaves with a kind of batch for the first time sends first what it has learned (`StageBoundary`): shapes,
 and how the next stage must go on.

@@ -1,4 +1,4 @@
-"""When the actions of the last step ran, measured. It costs two moments an action, and waits for nothing."""
+"""Measures when the actions of the last step ran. It reads the clock twice an action, and waits for nothing."""
 
 from __future__ import annotations
 
