@@ -166,6 +166,17 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_adapter_flags(flags: argparse.Namespace) -> None:
+    """Refuse --lora-targets without --lora.
+
+    Raises:
+        ConfigError: there is no rank.
+    """
+    if flags.lora_targets and not flags.lora:
+        fix = "give the rank of the adapters, too: --lora 16"
+        raise ConfigError("layers are named, and no adapters are asked for", where="--lora-targets", fix=fix)
+
+
 def add_bill(parser: argparse.ArgumentParser) -> None:
     """Add --tokens, --price and --watts."""
     add = parser.add_argument

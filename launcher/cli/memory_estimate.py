@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import (
@@ -14,6 +14,7 @@ from launcher.cli.flags import (
     add_expert_load,
     add_model_and_ranks,
     add_reserve,
+    check_adapter_flags,
     positive,
     slots_of,
 )
@@ -85,12 +86,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
     from launcher.monitor.device_budget import budget_of
     from launcher.monitor.devices import defaults
 
-    if flags.lora_targets and not flags.lora:
-        fix = "give the rank of the adapters, too: --lora 16"
-        raise ConfigError("layers are named, and no adapters are asked for", where="--lora-targets", fix=fix)
-    if flags.lora and not flags.config:
-        fix = "name the run's JSON; what is proposed without one trains all parameters"
-        raise ConfigError("missing --config", where="--lora", fix=fix)
+    check_adapter_flags(flags)
     written = config_of(flags.config) if flags.config else _proposed(flags, world)
     config = load(written)
     degrees = degrees_of(config, world)
@@ -224,20 +220,20 @@ def _proposed(flags: argparse.Namespace, world: int) -> dict[str, Any]:
     if not _is_type(flags.gpu):
         fix = "name the run's JSON; or a device, --gpu h100, and one is proposed for it"
         raise ConfigError("missing --config", where="launch memory-estimate", fix=fix)
-    from launcher.cli.plan import default_batch, search
+    from launcher.cli.plan import default_batch, search, trained_work
+    from launcher.engine.dtypes import DTYPES
     from launcher.estimate.estimator import LONG
     from launcher.models.build import load_config
     from launcher.monitor.device_budget import budget_for
     from launcher.monitor.devices import device
     from launcher.plan.choose import PlanSearch
     from launcher.plan.layout import as_json
-    from launcher.plan.work import work_of
 
     model, kind = load_config(flags.model), device(flags.gpu)
     sequence = flags.seq_length or min(LONG, getattr(model, "max_position_embeddings", None) or LONG)
-    work = replace(work_of(model, sequence), expert_load=flags.expert_load)
+    described, work = trained_work(model, sequence, flags, DTYPES["bf16"])
     place = PlanSearch(kind, min(world, kind.per_node), budget_for(kind, flags.reserve))
-    found, _ = search(model, work, place, world, default_batch(world, sequence), top=1)
+    found, _ = search(described, work, place, world, default_batch(world, sequence), top=1)
     if found:
         return as_json(found[0].layout)
     room = place.budget.in_words()

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import (
     FlagParser,
+    add_adapters,
     add_bill,
     add_expert_load,
     add_gpus_per_node,
     add_model_and_ranks,
     add_reserve,
+    check_adapter_flags,
     positive,
     size,
     slots_of,
@@ -24,6 +26,8 @@ from launcher.cli.output import must_be_new, new_console, write
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
     from transformers import PretrainedConfig
 
     from launcher.plan.bill import Bill
@@ -86,6 +90,7 @@ def plan_parser() -> FlagParser:
         help="dtype of the parameters (default: bf16)",
     )
     add_expert_load(parser)
+    add_adapters(parser)
     add_bill(parser)
     add("--top", type=positive, default=10, metavar="K", help="number of layouts to show (default: 10)")
     add("--write", metavar="DS.json", help="write the configuration of the best layout")
@@ -98,6 +103,7 @@ def plan_parser() -> FlagParser:
 def plan(argv: Sequence[str]) -> int:
     """Run `launch plan`; returns 0, or 1 where nothing fits."""
     flags = plan_parser().parse_args(argv)
+    check_adapter_flags(flags)
     if flags.tokens is None and (flags.price or flags.watts):
         fix = "say how many tokens the run has: --tokens 300B"
         raise ConfigError("a price or watts are of a whole run", where="--price, --watts", fix=fix)
@@ -112,17 +118,17 @@ def plan(argv: Sequence[str]) -> int:
     from launcher.models.build import load_config
     from launcher.plan.choose import PlanSearch, reasons
     from launcher.plan.layout import as_json
-    from launcher.plan.work import work_of
 
     model = load_config(flags.model)
     sequence = flags.seq_length or min(4096, getattr(model, "max_position_embeddings", None) or 4096)
     batch = flags.global_batch or default_batch(world, sequence)
-    work = replace(work_of(model, sequence, DTYPES[flags.dtype]), expert_load=flags.expert_load)
+    model, work = trained_work(model, sequence, flags, DTYPES[flags.dtype])
     place = PlanSearch(kind, per_node, budget_for(kind, flags.reserve, flags.memory))
     choices, needs = search(model, work, place, world, batch, dtype=flags.dtype, top=flags.top)
     inputs = {
         "model": flags.model,
         "parameters": work.parameters,
+        "trained_parameters": work.trained,
         "devices": world,
         "gpu": kind.title,
         "gpus_per_node": per_node,
@@ -162,8 +168,26 @@ def plan(argv: Sequence[str]) -> int:
     return 0
 
 
+def trained_work(
+    config: PretrainedConfig, sequence: int, flags: argparse.Namespace, dtype: torch.dtype
+) -> tuple[PretrainedConfig | nn.Module, ModelWork]:
+    """Return what the estimator needs of a model, and its work, with adapters and the load of experts as asked for."""
+    from launcher.plan.work import work_of
+
+    model: PretrainedConfig | nn.Module = config
+    adapters = 0
+    if flags.lora:
+        from launcher.estimate.adapters import EVERY_LAYER, with_adapters
+        from launcher.models.build import build_on_meta
+
+        model = with_adapters(build_on_meta(config), flags.lora, flags.lora_targets or EVERY_LAYER)
+        adapters = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    work = work_of(config, sequence, dtype, adapters=adapters)
+    return model, replace(work, expert_load=flags.expert_load)
+
+
 def search(
-    model: PretrainedConfig,
+    model: PretrainedConfig | nn.Module,
     work: ModelWork,
     place: PlanSearch,
     world: int,
@@ -256,8 +280,11 @@ def _show(inputs: dict[str, Any], place: PlanSearch, choices: Sequence[Choice], 
 
 
 def _title(inputs: dict[str, Any]) -> str:
+    size = f"{inputs['parameters'] / 1e9:.3g} B"
+    if inputs["trained_parameters"] < inputs["parameters"]:
+        size += f", {inputs['trained_parameters'] / 1e6:.3g} M trained"
     return (
-        f"{inputs['model']} ({inputs['parameters'] / 1e9:.3g} B) on {inputs['devices']:,} x {inputs['gpu']}, "
+        f"{inputs['model']} ({size}) on {inputs['devices']:,} x {inputs['gpu']}, "
         f"{inputs['global_batch']:,} sequences of {inputs['seq_length']:,} tokens a step"
     )
 

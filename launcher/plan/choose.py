@@ -141,12 +141,13 @@ def _appetite(way: Layout) -> tuple[int, ...]:
 def states(work: ModelWork, layout: Layout) -> float:
     """Return the bytes of weights, gradients and AdamW's states on the device; buffers and padding left out. The stages
     of a pipeline have whole weights and gradients between its first microbatch and its last."""
-    experts = work.expert_parameters
+    of_all = work.parameters, work.expert_parameters
+    of_trained = (work.adapters, 0) if work.adapters else of_all
     weights, gradients, moments = (
-        work.parameters / layout.copies
+        parameters / layout.copies
         if layout.stage >= stage and (layout.pp == 1 or stage == 1)
-        else work.parameters - experts + experts / layout.ep
-        for stage in (3, 2, 1)
+        else parameters - experts + experts / layout.ep
+        for stage, (parameters, experts) in ((3, of_all), (2, of_trained), (1, of_trained))
     )
     weights, gradients, moments = (part / (layout.tp * layout.pp) for part in (weights, gradients, moments))
     held = work.itemsize * (weights * (layout.offload != "all") + gradients)
@@ -176,10 +177,10 @@ def _neighbours(work: ModelWork, layout: Layout, batch: int) -> Iterator[tuple[s
     """Yield the layout with one thing changed, and how to call it."""
     world = layout.world
     for tp in (layout.tp // 2, layout.tp * 2):
-        if tp in TENSOR and world % (tp * layout.pp * layout.cp) == 0:
+        if tp in TENSOR and not work.adapters and world % (tp * layout.pp * layout.cp) == 0:
             yield from _with_mesh(f"tp {tp}", layout, tp, layout.pp, layout.cp, batch)
     for pp in (layout.pp // 2, layout.pp * 2):
-        if pp and world % (pp * layout.tp * layout.cp) == 0 and not work.in_one_piece:
+        if pp and world % (pp * layout.tp * layout.cp) == 0 and not work.unstaged:
             yield from _with_mesh(f"pp {pp}", layout, layout.tp, pp, layout.cp, batch)
     for cp in (layout.cp // 2, layout.cp * 2):
         if layout.cp > 1 and world % (cp * layout.tp * layout.pp) == 0:

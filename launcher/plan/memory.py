@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
+from torch import nn
 from transformers import PretrainedConfig
 
 from launcher.config.root import load
@@ -26,13 +27,14 @@ class MemoryPredictor:
     """Answers for one model, and remembers.
 
     Args:
+        model: its config; or the model with LoRA adapters, on meta.
         work: of the model: how long sequences are, and by what stages are cut.
         dtype: "bf16", "fp16" or "fp32".
         attention: kernels of the device.
         refused: why layouts cannot run, by layout.
     """
 
-    model: PretrainedConfig
+    model: PretrainedConfig | nn.Module
     work: ModelWork
     dtype: str = "bf16"
     attention: Collection[str] = GPU_KERNELS

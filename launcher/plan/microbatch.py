@@ -22,7 +22,8 @@ class Microbatch:
     """Seconds that a stage, or all stages of a rank, need for one microbatch, without waiting.
 
     Args:
-        products: of a forward; the gradients of inputs and of weights take as long each.
+        products: of a forward; the gradients of inputs take as long.
+        weight: the gradients of weights, as long again unless some are frozen.
         traffic: all else in a forward; twice as much in a backward. With the products no less than it takes to start
             the kernels.
         reduces: the all-reduces of a forward, and as many of a backward.
@@ -32,6 +33,7 @@ class Microbatch:
     """
 
     products: float
+    weight: float
     traffic: float
     reduces: float
     exchanges: float
@@ -46,10 +48,6 @@ class Microbatch:
     def input(self) -> float:
         again = self.recomputed + self.waits if self.recomputed else 0.0
         return self.products + 2 * self.traffic + self.waits + again
-
-    @property
-    def weight(self) -> float:
-        return self.products
 
     @property
     def waits(self) -> float:
@@ -74,7 +72,8 @@ def microbatch_time(
     exchange = _exchange(work, layout, device, per_node)
     send = part * work.expert_layers * _send(work, layout, device, per_node)
     recomputed = products - of_ends + traffic if layout.recompute else 0.0
-    return Microbatch(products, traffic, 2 * load.blocks * reduce, load.blocks * exchange, send, recomputed)
+    reduces, exchanges = 2 * load.blocks * reduce, load.blocks * exchange
+    return Microbatch(products, work.weight_share * products, traffic, reduces, exchanges, send, recomputed)
 
 
 def message(work: ModelWork, layout: Layout) -> float:

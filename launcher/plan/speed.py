@@ -75,7 +75,7 @@ def step_time(
     number = layout.accumulation
     passes = 3 if layout.recompute else 2
     return StepTime(
-        compute=number * 3 * (micro.products + micro.traffic),
+        compute=number * (2 * micro.products + micro.weight + 3 * micro.traffic),
         recompute=number * micro.recomputed,
         tp=number * passes * micro.reduces,
         cp=number * passes * micro.exchanges,
@@ -91,7 +91,7 @@ def flops_per_rank(work: ModelWork, layout: Layout, seconds: float, *, recompute
     `recomputed`."""
     again = work.flops - work.end_flops if recomputed and layout.recompute else 0.0
     sequences = layout.micro * layout.accumulation * layout.dp
-    return (3 * work.flops + again) * sequences / seconds / layout.world
+    return ((2 + work.weight_share) * work.flops + again) * sequences / seconds / layout.world
 
 
 def _bubble(
@@ -153,25 +153,39 @@ def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro:
     """Return the seconds of ZeRO's collectives that computing does not hide."""
     if layout.copies == 1:
         return 0.0
+    gather, reduce = _collective(work, layout, device, per_node), _reduction(work, layout, device, per_node)
+    backward = micro.input + micro.weight
+    number, ends = layout.accumulation, _unhidden(work)
+    if layout.pp == 1 and layout.stage == 3:  # every microbatch gathers twice and reduces
+        hidden = max(0.0, gather - micro.forward) + max(0.0, gather + reduce - backward)
+        return number * hidden + (gather + reduce) * ends
+    if layout.pp == 1 and layout.stage == 2:  # every microbatch reduces; what is trained comes back once
+        return number * max(0.0, reduce - backward) + reduce * (1 + ends)
+    left = max(reduce * ends, reduce - backward)
+    if layout.stage == 0:  # all-reduce: the second half is a gather that backward hides as well
+        return max(2 * reduce * ends, 2 * reduce - backward)
+    if layout.stage == 3:  # a pipeline gathers once for all microbatches
+        return left + max(gather * ends, gather - micro.forward)
+    return left + reduce
+
+
+def _reduction(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
+    """Return the seconds to reduce the gradients of a microbatch once, and to gather the trained parameters."""
+    if not work.adapters:
+        return _collective(work, layout, device, per_node)
+    nbytes = work.itemsize * work.adapters
+    rate = bandwidth(device, layout.copies, layout.tp, per_node)
+    return ring(nbytes, layout.copies, rate) + work.layers * LATENCY * math.log2(layout.copies)
+
+
+def _collective(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
+    """Return the seconds to gather all parameters of a rank's stages once; with gradients of all, to reduce them."""
     experts = work.expert_parameters if layout.ep > 1 else 0  # what fewer ranks hold alike
     shard = work.itemsize * (work.parameters - experts) / (layout.tp * layout.pp)
     once = ring(shard, layout.copies, bandwidth(device, layout.copies, layout.tp, per_node))
     shard, alike = work.itemsize * experts / (layout.tp * layout.pp * layout.ep), layout.copies // layout.ep
     once += ring(shard, alike, bandwidth(device, alike, layout.tp * layout.ep, per_node))
-    once += work.layers / layout.pp * LATENCY * math.log2(layout.copies)
-    backward = micro.input + micro.weight
-    number = layout.accumulation
-    if layout.pp == 1 and layout.stage == 3:  # every microbatch gathers twice and reduces
-        forward = max(0.0, once - micro.forward)
-        return number * (forward + max(0.0, 2 * once - backward)) + 2 * once * _unhidden(work)
-    if layout.pp == 1 and layout.stage == 2:  # every microbatch reduces; parameters come back once
-        return number * max(0.0, once - backward) + once * (1 + _unhidden(work))
-    reduce = max(once * _unhidden(work), once - backward)
-    if layout.stage == 0:  # all-reduce: the second half is a gather that backward hides as well
-        return max(2 * once * _unhidden(work), 2 * once - backward)
-    if layout.stage == 3:  # a pipeline gathers once for all microbatches
-        return reduce + max(once * _unhidden(work), once - micro.forward)
-    return reduce + once
+    return once + work.layers / layout.pp * LATENCY * math.log2(layout.copies)
 
 
 def _unhidden(work: ModelWork) -> float:
@@ -181,13 +195,14 @@ def _unhidden(work: ModelWork) -> float:
 
 def _optimizer(work: ModelWork, layout: Layout, device: Device) -> float:
     over = layout.copies if layout.stage else 1
-    experts = work.expert_parameters
-    mine = (work.parameters - experts) / over + experts / (over if layout.stage else layout.ep)
+    experts = 0 if work.adapters else work.expert_parameters
+    mine = (work.trained - experts) / over + experts / (over if layout.stage else layout.ep)
     mine /= layout.tp * layout.pp
     if layout.offload == "none":
         return mine * STEP_BYTES / (device.traffic * device.traffic_share)
     there_and_back = 2 * work.itemsize * mine / device.host
     step = there_and_back + mine * STEP_BYTES / device.host_traffic
     if layout.offload == "all":  # parameters come from the host for every forward and backward
-        step += 2 * layout.accumulation * work.itemsize * mine / device.host
+        held = work.parameters / (over * layout.tp * layout.pp)
+        step += 2 * layout.accumulation * work.itemsize * held / device.host
     return step

@@ -46,6 +46,8 @@ class ModelWork:
         expert_load: tokens that the experts of the busiest rank get, compared with an even share, where ranks share
             them: the others wait for it.
         costs: of the blocks and the ends, by which stages are cut; None: blocks are alike, and the ends cost nothing.
+        weight_flops: of `flops`, those of products with weights; the others are attention.
+        adapters: parameters of the LoRA adapters, where only these are trained; 0: all parameters are trained.
     """
 
     layers: int
@@ -64,6 +66,25 @@ class ModelWork:
     in_one_piece: bool = False
     expert_load: float = 1.0
     costs: LayerCosts | None = None
+    weight_flops: float = 0.0
+    adapters: int = 0
+
+    @property
+    def unstaged(self) -> bool:
+        """Return whether layouts with pipeline stages are left out: the estimate does not know adapters in stages."""
+        return self.in_one_piece or self.adapters > 0
+
+    @property
+    def trained(self) -> int:
+        """Return the number of parameters with a gradient."""
+        return self.adapters or self.parameters
+
+    @property
+    def weight_share(self) -> float:
+        """Return the FLOPs of weight gradients, and of half of attention's backward, as a share of the forward's: less
+        than 1 where weights are frozen."""
+        frozen = self.weight_flops - 2 * self.sequence * self.adapters if self.adapters else 0.0
+        return 1 - frozen / self.flops
 
     @property
     def expert_flops(self) -> float:
@@ -85,8 +106,13 @@ class ModelWork:
         return self.hidden * (self.groups or self.heads) / self.heads
 
 
-def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.bfloat16) -> ModelWork:
+def work_of(
+    config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.bfloat16, *, adapters: int = 0
+) -> ModelWork:
     """Look at one block at work, and count the others like it.
+
+    Args:
+        adapters: parameters of LoRA adapters, where only these are trained.
 
     Raises:
         ConfigError: it is no causal LM with blocks.
@@ -99,14 +125,16 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
     text: Any = config.get_text_config()
     blocks = parts_of(model).blocks
     costs = model_costs(model, "best", sequence=sequence)
+    weights = model_costs(model, "best", sequence=1)  # a single token has no attention to speak of
+    of_adapters = 2 * sequence * adapters
     experts = [module for _, module in experts_in(model)]
     return ModelWork(
         layers=len(blocks),
         hidden=text.hidden_size,
         heads=getattr(text, "num_attention_heads", 1),
         sequence=sequence,
-        parameters=elements([model]),
-        flops=costs.before + sum(costs.blocks) + costs.after,
+        parameters=elements([model]) + adapters,
+        flops=_total(costs) + of_adapters,
         traffic=len(blocks) * _traffic_of(model, blocks[0][1], sequence),
         itemsize=dtype.itemsize,
         groups=getattr(text, "num_key_value_heads", 0) or 0,
@@ -116,7 +144,13 @@ def work_of(config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.
         picked=getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1,
         in_one_piece=router_loss,
         costs=costs,
+        weight_flops=sequence * _total(weights) + of_adapters,
+        adapters=adapters,
     )
+
+
+def _total(costs: LayerCosts) -> float:
+    return costs.before + sum(costs.blocks) + costs.after
 
 
 def _traffic_of(model: nn.Module, block: nn.Module, sequence: int) -> float:

@@ -133,5 +133,6 @@ def test_adapters_are_asked_for_as_a_whole(capsys: pytest.CaptureFixture[str]) -
     assert 0 < inputs["trained_parameters"] < inputs["parameters"] / 10
     assert main([*ASKED, "--lora-targets", "q_proj"]) == 2
     assert "--lora 16" in capsys.readouterr().err
-    assert main(["memory-estimate", "--model", "default", "--gpu", "h100", "--lora", "4"]) == 2
-    assert "--config" in capsys.readouterr().err
+    assert main(["memory-estimate", "--model", "default", "--gpu", "h100", "--lora", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] and "tensor_parallel" not in told["proposed"]

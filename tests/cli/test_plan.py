@@ -32,6 +32,19 @@ def test_the_first_choice_is_a_configuration_that_runs(
     assert "<svg" in picture.read_text()
 
 
+def test_adapters_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    assert main([*PLAN, "--num-gpus", "4", "--lora", "8", "--top", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    inputs, (choice,) = found["inputs"], found["choices"]
+    assert 0 < inputs["trained_parameters"] < inputs["parameters"] / 10
+    assert choice["layout"]["tp"] == choice["layout"]["pp"] == 1
+    assert main([*PLAN, "--num-gpus", "4", "--lora", "8", "--top", "1"]) == 0
+    assert "M trained)" in capsys.readouterr().out
+    assert main([*PLAN, "--num-gpus", "4", "--lora-targets", "q_proj"]) == 2
+    assert "--lora 16" in capsys.readouterr().err
+
+
 BILL = ["--tokens", "2B", "--price", "2.5", "--watts", "1000"]
 
 

@@ -58,6 +58,15 @@ def test_long_sequences_are_shared() -> None:
     assert 0 < inside < across < times[16].compute
 
 
+def test_adapters_are_neither_split_nor_cut_into_stages() -> None:
+    work = replace(WORK, adapters=10**7, weight_flops=0.9 * WORK.flops)
+    ways = list(layouts(work, 8, 64))
+    assert {(way.tp, way.pp) for way in ways} == {(1, 1)} and {way.stage for way in ways} == {0, 1, 2, 3}
+    held = {way.stage: states(work, way) for way in ways if way.offload == "none"}
+    assert held[0] == 2 * work.parameters + 14 * work.adapters
+    assert held[3] == held[0] / 8
+
+
 def test_experts_are_shared() -> None:
     """Over nodes it is faster to send tokens to 56 of 60 billion parameters than to gather these."""
     experts = {"experts": 64, "expert_parameters": 56 * 10**9, "expert_layers": 32, "picked": 4}

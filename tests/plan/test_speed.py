@@ -89,6 +89,21 @@ def test_a_stage_with_a_block_more_is_waited_for() -> None:
     assert near == pytest.approx(seconds[9].total, rel=0.02)
 
 
+def test_frozen_weights_have_no_gradients() -> None:
+    """With LoRA nothing of them is computed, reduced or stepped; at stage 3 they are gathered all the same."""
+    config, count = load_config("default"), 100_000
+    whole, lora = work_of(config, 256), work_of(config, 256, adapters=count)
+    attention, adapters = whole.flops - whole.weight_flops, 2 * 256 * count
+    assert 0 < attention < whole.flops / 4
+    assert lora.flops == whole.flops + adapters and whole.weight_share == 1
+    assert lora.weight_share * lora.flops == pytest.approx(attention + adapters)
+    for stage in (0, 1, 2, 3):
+        full, part = (step_time(work, Layout(dp=8, stage=stage), H100, 8) for work in (whole, lora))
+        assert part.compute < full.compute
+        assert part.optimizer == pytest.approx(full.optimizer * count / whole.parameters)
+        assert (0.4 if stage == 3 else 0) * full.data < part.data < full.data
+
+
 def test_the_head_is_in_the_last_stage_and_not_recomputed() -> None:
     costs = LayerCosts(0, (1.0,) * 7, 1.0)
     work = replace(WORK, layers=7, flops=8e12, costs=costs)
