@@ -14,52 +14,47 @@ TOP = 10
 TEXT = """# `launch plan`: how a step is predicted
 
 **Experimental.** A plan is a prediction on paper. Its formulas were compared with published runs of other programs
-(below), and with no run of this launcher on GPUs. Take it as a list of layouts to measure.
+(below), but with no run of this launcher on GPUs. Treat it as a list of layouts to measure.
 
-`launch plan` tries every layout of a run: tensor and pipeline degrees, ranks that share sequences or experts, ZeRO
-stage, microbatch, schedule, checkpointing,
-offload. Of each it predicts the step and, in the order of speed, the memory, until {top} meshes that fit are found.
+`launch plan` tries every layout of a run: tensor and pipeline degrees, sequence and expert parallelism, ZeRO stage,
+microbatch, schedule, activation checkpointing, offload. It predicts the step time of each. Then it estimates the
+memory of the fastest ones, in order of speed, until {top} meshes that fit are found.
 
-- **Work** (`plan/work.py`) is read off the model itself, on meta: operations of its products, bytes that everything
-  else in a block reads and writes, parameters.
-- **Computing**: products take their operations at a share of the device's peak, all else its bytes at a share of the
-  memory's. Gradients of inputs and of weights take as long as the forward each; a checkpointed block runs forward
-  twice.
-- **Tensor parallelism** sends 4 all-reduces of tokens x hidden a block and microbatch, 6 where blocks are recomputed.
-- **Shared experts** send the tokens of each expert of a token to the rank that has it and back, in a forward and in
-  a backward.
-- **Shared sequences** exchange heads for tokens before attention, and back behind it.
-- **Pipelines**: layers are cut into stages as a run cuts them, the embedding and the head with the first and the last
-  block. The schedule's own list of actions, the same that a run executes, is simulated with what each stage costs
-  then.
-- **Data parallelism**: the volumes of ZeRO (arXiv 1910.02054, section 7), less what the backward or the forward
-  hides.
-- **Links**: ranks lie as in a run: those of tp are neighbours, then those of dp, then those of pp. A group inside a
-  node has the node's links; a group across nodes shares the ways out of those of its ranks that share a node.
-- **Memory** is what `launch memory-estimate` says of the layout's own JSON: of the first stage, the last, and the one
-  with most blocks. Tensors can take what CUDA's context, NCCL's buffers and a reserve of 6 % (`--reserve`) leave.
-- **Offload** adds the way over the host's link and a step at the host's memory bandwidth.
+- **Work** (`plan/work.py`) is derived from the model itself, on the meta device: FLOPs of its matrix products, bytes
+  that all other operations of a block read and write, number of parameters.
+- **Compute**: matrix products run at a fraction of the device's peak FLOP/s, all other operations at a fraction of its
+  memory bandwidth. The gradients of inputs and of weights take as long as the forward each. With LoRA (`--lora`)
+  frozen weights have no gradient. A checkpointed block runs its forward twice.
+- **Tensor parallelism** takes 4 all-reduces of tokens x hidden per block and microbatch, 6 with recomputation.
+- **Expert parallelism** sends each token to the ranks of its experts and back, in the forward and in the backward.
+- **Sequence parallelism** exchanges heads for tokens before attention, and tokens for heads after it.
+- **Pipeline parallelism**: layers are split into stages as in a run; the embedding belongs to the first block and the
+  head to the last. The schedule's action list, the same that a run executes, is simulated with the cost of each stage.
+- **Data parallelism** sends the volumes of ZeRO (arXiv 1910.02054, section 7). What overlaps with the forward or the
+  backward costs nothing.
+- **Links**: ranks are placed as in a run: tp ranks are neighbours, then dp ranks, then pp ranks. A group inside a node
+  uses the links of the node; a group across nodes shares the node's network with the other groups of that node.
+- **Memory** is what `launch memory-estimate` reports for the layout's own JSON: the first stage, the last stage, and
+  the stage with most blocks. CUDA's context, NCCL's buffers and a reserve of 6 % (`--reserve`) are subtracted from the
+  device's memory.
+- **Offload** adds the transfers over the host's link, and an optimizer step at the host's memory bandwidth.
 
-Devices and links are data: `launcher/monitor/devices.json`, with sources. What training reaches of the peaks is one
-set of numbers a device: of products {matmul:.0%} where they are wide (half of it at a hidden size over tp of
-{half_width}), of the memory {traffic:.0%}, of links {network:.0%}, unless the device's row says otherwise.
+Devices and links are data: `launcher/monitor/devices.json`, with sources. The fractions of the peaks that training
+reaches are one set of numbers: {matmul:.0%} of the FLOP/s for wide matrix products (half of it where the hidden size
+divided by tp is {half_width}), {traffic:.0%} of the memory bandwidth, {network:.0%} of the links, unless the device's
+row has its own.
 
-What it does not know: the shapes that a device likes, congestion, slow nodes, attention that is not one kernel. It
-assumes that all
-ranks get the same number of tokens for their experts, unless `--expert-load` says otherwise.
+Not modelled: matrix shapes that suit a device better or worse, congestion, slow nodes, attention that is not one
+kernel. All ranks are assumed to get the same number of tokens for their experts; `--expert-load` changes that.
 
 ## Published runs
 
-FLOP/s of a device as published, and as predicted for the published mesh, with the microbatch and the interleaving
-of the
-publication, or the best ones where it does not say. Place: where the published mesh stands among the planner's own
+Published and predicted FLOP/s of a device, for the published mesh with the published microbatch and interleaving, or
+the best ones where the publication does not name them. Place: the rank of the published mesh among the planner's own
 choices for that model, number of devices and batch, with the run's recomputation and ZeRO stage. "Too large": no
-layout
-of that mesh fits by the estimate. {within} of {number} predictions are within 12 %; the median is off by
-{middle:.1%}. The
-devices' shares were fitted to the ten runs of 2104.04473, and to the smaller one of Llama 3; the others were
-predicted
-afterwards.
+layout of that mesh fits by the estimate. {within} of {number} predictions are within 12 %; the median error is
+{middle:.1%}. The fractions were fitted to the ten runs of 2104.04473 and to the smaller run of Llama 3; the other runs
+were predicted afterwards.
 
 | run | devices | tp | pp | published | predicted | error | place |
 |---|---:|---:|---:|---:|---:|---:|---:|
