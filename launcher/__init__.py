@@ -3,7 +3,7 @@
     import launcher
     engine, optimizer, _, scheduler = launcher.initialize(model=model, config="ds_config.json")
 
-Importing this package does not import torch; its names do, on first use.
+Importing this package does not import torch; the first access to one of its names does.
 """
 
 from __future__ import annotations

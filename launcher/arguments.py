@@ -6,7 +6,7 @@ import argparse
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed`, `--deepspeed_config PATH` and the former names of both: deepspeed.add_config_arguments."""
+    """Add `--deepspeed`, `--deepspeed_config PATH` and their former names, as in DeepSpeed."""
     group = parser.add_argument_group("DeepSpeed", "configuration of the training engine")
     group.add_argument(
         "--deepspeed", action="store_true", help="kept for scripts that ask for it; has no effect of its own"

@@ -1,6 +1,6 @@
-"""`launcher.checkpointing`: activation checkpointing for models that ask for it themselves.
+"""`launcher.checkpointing`: activation checkpointing for models that call it in their own code.
 
-DeepSpeed's module `deepspeed.checkpointing`, by its names; it runs what `activation_checkpointing` runs for blocks.
+Drop-in replacement for `deepspeed.checkpointing`; shares its implementation with `activation_checkpointing`.
 
     launcher.checkpointing.configure(mpu_=None, deepspeed_config="ds_config.json")
     hidden = launcher.checkpointing.checkpoint(block, hidden)
@@ -29,9 +29,9 @@ KEYS: Mapping[str, str] = {
     "synchronize": "synchronize_checkpoint_boundary",
     "profile": "profile",
 }
-"""Argument of `configure` -> key of the section."""
+"""Argument of `configure` -> key of the `activation_checkpointing` section."""
 unit: Any = None
-"""The model-parallel unit that `configure` was given."""
+"""The model-parallel unit (mpu) passed to `configure`."""
 
 
 def configure(
@@ -44,18 +44,19 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how `checkpoint` keeps inputs. Arguments that are given beat the JSON.
+    """Set how `checkpoint` stores the inputs that it saves. Explicit arguments override the config.
 
     Args:
-        mpu_: has get_model_parallel_group, _rank and _world_size; without it nothing is split over ranks.
-        deepspeed_config: its section `activation_checkpointing` is read.
-        partition_activations, checkpoint_in_cpu, synchronize, profile: the keys of the section.
-        contiguous_checkpointing: the key contiguous_memory_optimization; needs num_checkpoints.
-        num_checkpoints: calls of `checkpoint` in one forward.
+        mpu_: has get_model_parallel_group, _rank and _world_size; without it inputs are not partitioned over
+            ranks.
+        deepspeed_config: only its `activation_checkpointing` section is read.
+        partition_activations, checkpoint_in_cpu, synchronize, profile: see the keys of the section.
+        contiguous_checkpointing: the key contiguous_memory_optimization; requires num_checkpoints.
+        num_checkpoints: number of calls to `checkpoint` in one forward.
 
     Raises:
-        ConfigError: an argument is not valid for its key; contiguous_checkpointing without num_checkpoints. What
-            was configured before then stays.
+        ConfigError: an argument is not valid for its key, or contiguous_checkpointing is set without
+            num_checkpoints. The previous configuration stays in effect.
     """
     arguments = {key: value for key, value in locals().items() if value is not None}
     global _checkpointer, _arguments, unit
@@ -76,12 +77,12 @@ def configure(
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Call `configure` again, with this `partition_activations`."""
+    """Call `configure` again with this value of `partition_activations`."""
     configure(**{**_arguments, "partition_activations": partition_activation})
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Call `configure` again, with this `num_checkpoints`."""
+    """Call `configure` again with this value of `num_checkpoints`."""
     configure(**{**_arguments, "num_checkpoints": nlayers})
 
 
@@ -91,9 +92,9 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Return function(*args); only `args` are kept, and it runs again in backward, with the same random numbers.
+    """Return function(*args), saving only `args`; backward reruns it with the same random state.
 
-    Inside a block that the JSON's section checkpoints, it only calls the function.
+    Inside a block that is already checkpointed by `activation_checkpointing`, this only calls the function.
     """
     if _checkpointer is None:
         configure()
@@ -105,18 +106,18 @@ non_reentrant_checkpoint = checkpoint
 
 
 def reset() -> None:
-    """Make a new buffer for the saved inputs at the next forward, for example when their size has changed."""
+    """Allocate a new buffer for the saved inputs at the next forward, for example after a size change."""
     if _checkpointer is not None:
         _checkpointer.saved.reset()
 
 
 def _section(config: Any, arguments: Mapping[str, Any]) -> ActivationCheckpointingConfig:
-    """Return the JSON's section with the arguments in it, checked as a whole."""
+    """Return the config's section, overridden by the arguments and validated."""
     loaded = config if isinstance(config, Config) or config is None else load(config)
     written = loaded.activation_checkpointing.given() if loaded and loaded.activation_checkpointing else {}
     tree = {"activation_checkpointing": {**written, **arguments}}
     checked = load(tree, where="checkpointing.configure()").activation_checkpointing
-    assert checked is not None  # it was written
+    assert checked is not None  # the tree above contains it
     return checked
 
 

@@ -1,7 +1,7 @@
-"""The results of an earlier run in an output directory: refused, gone on from, or removed.
+"""Handling of an earlier run's results in the output directory: refuse, resume from, or remove them.
 
-A run notes itself in the directory before it trains (`FILE`). So a restart knows its own results from those of a run
-before it, also where the first attempt died before it had come so far.
+A run records its name in the directory before it trains (`FILE`). A restart can therefore tell its own
+results from those of an earlier run, even if the first attempt died before it trained.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from launcher.checkpoint.names import LATEST_FILE, META_FILE, OLD, TMP
 from launcher.errors import ConfigError
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
-"""Directories of a run's results, below its output directory."""
+"""Directories of a run's results, inside its output directory."""
 FILE = ".run"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 _FIGURES = ("metrics.jsonl", "summary.json", "loss.png", "schedule.json", "config.json", "flags.json")
 
 
 def check(args: argparse.Namespace, output_dir: Path) -> None:
-    """Refuse to replace what an earlier run left, where no flag says so. Nothing is changed.
+    """Raise if this run would replace the results of an earlier one without a flag. Changes nothing.
 
     Args:
         args: A recipe's flags.
 
     Raises:
-        ConfigError: The directory has results, and the run neither goes on from them nor may replace them; or it may,
-            and reads what it would replace.
+        ConfigError: The directory has results that the run neither resumes from nor may overwrite, or the run
+            would overwrite files that it reads.
     """
     if is_restart(output_dir):
         return
@@ -63,7 +63,7 @@ def check(args: argparse.Namespace, output_dir: Path) -> None:
 
 
 def take_over(args: argparse.Namespace, output_dir: Path) -> None:
-    """Remove what `--overwrite` gives up, and note the run. One process calls this, when everything else is ready."""
+    """Delete what `--overwrite` replaces, and record the run. Called last, by one process."""
     if is_restart(output_dir):
         return
     if args.overwrite:
@@ -73,7 +73,7 @@ def take_over(args: argparse.Namespace, output_dir: Path) -> None:
 
 
 def is_restart(output_dir: Path) -> bool:
-    """Return whether this run has been started before, by the launcher, Slurm or Kubernetes, and had begun here."""
+    """Return whether this is a restart (launcher, Slurm, Kubernetes) of a run begun in this directory."""
     again = any(
         os.environ.get(name, "0") not in ("", "0") for name in ("LAUNCHER_ATTEMPT", "SLURM_RESTART_COUNT")
     )
@@ -82,12 +82,12 @@ def is_restart(output_dir: Path) -> bool:
 
 
 def has_saved(output_dir: Path) -> bool:
-    """Return whether `latest` names a checkpoint that this run, started before, has saved itself."""
+    """Return whether `latest` is a checkpoint that an earlier attempt of this run saved."""
     return is_restart(output_dir) and _saved_at(output_dir) not in (None, _noted(output_dir).get("latest"))
 
 
 def _run() -> str:
-    """The name of the run, the same in all its attempts: of a manifest, of a Slurm job, or of `launch`."""
+    """Return the name of the run, the same for all attempts: from a manifest, the Slurm job, or `launch`."""
     slurm = os.environ.get("SLURM_JOB_ID")
     return os.environ.get("LAUNCHER_RUN_KEY") or (
         f"slurm {slurm}" if slurm else os.environ.get("LAUNCHER_RUN", "")
@@ -102,7 +102,7 @@ def _noted(output_dir: Path) -> dict[str, object]:
 
 
 def _saved_at(output_dir: Path) -> int | None:
-    """Return when `latest` was written, in ns; None where there is none."""
+    """Return the mtime of `latest` in ns, or None if it does not exist."""
     try:
         return (output_dir / CHECKPOINTS / LATEST_FILE).stat().st_mtime_ns
     except OSError:
@@ -110,7 +110,7 @@ def _saved_at(output_dir: Path) -> int | None:
 
 
 def _results(output_dir: Path) -> list[str]:
-    """A directory of the name alone says nothing: it may be a user's."""
+    """Return the results that exist. A directory's name is not enough: it may be the user's own."""
     checkpoints = _saved_at(output_dir) is not None or any(
         not path.name.startswith(TMP) for path in _saved(output_dir / CHECKPOINTS)
     )
@@ -127,16 +127,16 @@ def _is_inside(path: str | Path, directory: Path) -> bool:
 
 
 def _saved(checkpoints: Path) -> Iterator[Path]:
-    """Yield the directories that a run has saved into, or was about to: `latest` may be lost."""
+    """Yield the checkpoint directories, finished or not; `latest` may be missing."""
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
         if path.is_dir() and ((path / META_FILE).is_file() or path.name.startswith((TMP, OLD))):
             yield path
 
 
 def _remove(output_dir: Path) -> None:
-    """Only what a run has written: the directories may hold other things."""
+    """Delete only the files that a run writes: the directories may hold other files."""
     checkpoints = output_dir / CHECKPOINTS
-    (checkpoints / LATEST_FILE).unlink(missing_ok=True)  # first: what is half removed is never the latest one
+    (checkpoints / LATEST_FILE).unlink(missing_ok=True)  # first: `latest` must not name a half-removed one
     for path in list(_saved(checkpoints)):
         shutil.rmtree(path)
     for pattern in _WEIGHTS:

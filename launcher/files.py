@@ -1,4 +1,4 @@
-"""Small files of text: those that users name are read whole and never waited for, those of a run are replaced whole."""
+"""Small text files: non-blocking reads of files named by users, and atomic replacement of a run's files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.errors import ConfigError
 
-LARGEST = 16 << 20  # bytes; of what people write by hand
+LARGEST = 16 << 20  # bytes; for hand-written files
 
 
 def read_small(
@@ -17,13 +17,14 @@ def read_small(
     """Return the text of a file, without a byte-order mark.
 
     Args:
-        what: it is, for messages: "the config file".
-        where, fix: of the error where it cannot be read.
-        errors: what becomes of bytes that are no UTF-8, as `open` takes it.
-        largest: bytes that it may have.
+        what: a description of the file for error messages, such as "the config file".
+        where, fix: passed to the error when the file cannot be read.
+        errors: how invalid UTF-8 is handled, as in `open`.
+        largest: maximum size in bytes.
 
     Raises:
-        ConfigError: it is not there, no regular file (a pipe would be waited for), too large, or no UTF-8.
+        ConfigError: the file does not exist, is not a regular file (reading a pipe would block), is too
+            large, or is not UTF-8.
     """
     try:
         found = path.stat()
@@ -48,7 +49,7 @@ def read_small(
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that a reader sees whole or not at all, also where it was there before."""
+    """Write a file atomically: readers see the old or the new content, never a part."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""Checks whether the Hugging Face Hub can be reached; without it, its library would retry for half a minute."""
+"""Checks whether the Hugging Face Hub is reachable; otherwise its library would retry for half a minute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRUE = {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads them
 
 
 def unreachable() -> str:
-    """Return why the Hub cannot be asked; "" where it can, as far as is known without asking."""
+    """Return why the Hub is unreachable, or "" if it seems reachable; sends no request."""
     said = next((name for name in _OFFLINE if os.environ.get(name, "").upper() in _TRUE), None)
     if said is not None:
         return f"{said} is set, so {HUB} is not asked"
@@ -21,10 +21,10 @@ def unreachable() -> str:
 
 
 def _has_address(url: str) -> bool:
-    """Return whether the name of a host has an address."""
+    """Return whether the host name of the URL resolves."""
     if urllib.request.getproxies():
-        return True  # the proxy looks it up
+        return True  # the proxy resolves the name
     try:
         return bool(socket.getaddrinfo(urlsplit(url).hostname, 443))
-    except (OSError, ValueError):  # no such name, or no such URL
+    except (OSError, ValueError):  # unknown host, or invalid URL
         return False

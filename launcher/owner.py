@@ -1,4 +1,4 @@
-"""One run at a time writes to an output directory: a lock that says who has it, and that does not outlive its run."""
+"""A lock that lets one run at a time write to an output directory; it names its owner, and ends with it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from launcher.files import read_small
 
 FILE = ".owner"
 LARGEST = 1 << 16
-"""Largest size of a lock in bytes; it has a few hundred."""
+"""Largest accepted size of a lock file in bytes; a real one has a few hundred."""
 BEAT_S = 10.0
-"""How often an owner shows that it lives, to other machines."""
+"""Seconds between an owner's heartbeats, which other machines check."""
 SILENT_S = 120.0
-"""An owner on another machine that was silent for so long is gone."""
+"""Seconds without a heartbeat after which an owner on another machine counts as dead."""
 LAST = 1e11
-"""Latest time that is believed, in seconds since the epoch: no clock is so far ahead."""
+"""Latest timestamp that is accepted, in seconds since the epoch; no real clock is that far ahead."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Owner:
     """The process that writes to a directory.
 
     Attributes:
-        host, space: the machine, and the name space of its process ids (a container has its own).
-        boot: when the machine was started; ids mean nothing after another start.
-        pid, started: of the process that has the lock; ids are used again, with another start.
-        since: when the lock was taken, seconds since the epoch.
-        run: the same for all processes of one run, after a restart of it, too.
+        host, space: the machine, and its pid namespace (a container has its own).
+        boot: identifies the boot of the machine; pids are meaningless after a reboot.
+        pid, started: the process that holds the lock, and its start time, because pids are reused.
+        since: when the lock was taken, in seconds since the epoch.
+        run: the same for all processes of one run, including restarts.
     """
 
     host: str
@@ -57,7 +57,7 @@ class Owner:
         """Read an owner from JSON.
 
         Raises:
-            TypeError, ValueError: it is no owner.
+            TypeError, ValueError: the content does not describe an owner.
         """
         owner = cls(**content)
         for name, kind in (
@@ -80,11 +80,11 @@ class Owner:
         return cls(*place, os.getpid(), _started(os.getpid()), time.time(), run)
 
     def is_here(self) -> bool:
-        """Return whether its process could be seen from this one."""
+        """Return whether the owner's process would be visible from this one."""
         return (self.host, self.space) == (socket.gethostname(), _space())
 
     def is_gone(self, path: Path) -> str | None:
-        """Return why this owner of the lock `path` is no more; None: it may live."""
+        """Return why this owner of the lock `path` is dead, or None if it may be alive."""
         if self.is_here():
             if self.boot != _boot():
                 return f"{self.host} was restarted"
@@ -105,14 +105,14 @@ class Owner:
 
 
 UNKNOWN = Owner("an unknown host", "", "", 0, 0, 0.0, "")
-"""Owner of a lock that cannot be read: only silence frees it."""
+"""Owner of an unreadable lock, which is released only by the `SILENT_S` timeout."""
 
 
 def check_free(directory: Path, run: str = "") -> str | None:
-    """Return what is to be told before this run takes the directory; nothing is changed.
+    """Return the message to print before this run takes over the directory, or None. Changes nothing.
 
     Raises:
-        ConfigError: another run has it.
+        ConfigError: another run owns the directory.
     """
     path = directory / FILE
     owner = _read(path)
@@ -130,15 +130,15 @@ def check_free(directory: Path, run: str = "") -> str | None:
 
 
 def is_held(directory: Path, run: str) -> bool:
-    """Return whether a process of this run has the directory: the agent that has started the ranks."""
+    """Return whether a process of this run (the agent that started the ranks) owns the directory."""
     owner = _read(directory / FILE)
     return bool(run) and owner is not None and owner.run == run
 
 
 class Ownership:
-    """A directory that this process has, for its run; a thread shows to other machines that it lives.
+    """This process's ownership of a directory, for its run; a thread sends heartbeats to other machines.
 
-    The end of the process gives it back, too.
+    Released by `give_back`, or when the process exits.
     """
 
     def __init__(self, path: Path, me: Owner) -> None:
@@ -153,7 +153,7 @@ class Ownership:
         return self._path.parent
 
     def check(self) -> None:
-        """Raise `ConfigError` where another run has taken the directory over: this one must write there no more."""
+        """Raise `ConfigError` if another run has taken over the directory; this one must stop writing."""
         if self._successor is not None:
             raise ConfigError(
                 f"another run has taken over {self.directory}: {self._successor}. This one had been silent for more "
@@ -171,14 +171,14 @@ class Ownership:
 
     def _beat(self) -> None:
         while self._successor is None and not self._ended.wait(BEAT_S):
-            with contextlib.suppress(OSError, ConfigError):  # a shared disk may be away for a while
+            with contextlib.suppress(OSError, ConfigError):  # a shared disk may be unavailable for a while
                 self._look()
 
     def _look(self) -> None:
-        """Touch the lock if it is still this process's."""
+        """Touch the lock if this process still owns it."""
         now = _read(self._path)
         if now is None:
-            _write(self._path, self._me)  # somebody has removed it
+            _write(self._path, self._me)  # it was removed
         elif now == self._me:
             os.utime(self._path)
         elif now.run != self._me.run and now != UNKNOWN:
@@ -189,7 +189,7 @@ def take(directory: Path, run: str, say: Callable[[str], None]) -> Ownership:
     """Make this process, and so its run, the owner of `directory`.
 
     Raises:
-        ConfigError: another run has it, or no lock can be made there.
+        ConfigError: another run owns the directory, or no lock can be created in it.
     """
     path, me = directory / FILE, Owner.me(run or uuid.uuid4().hex)
     try:
@@ -215,10 +215,11 @@ def take(directory: Path, run: str, say: Callable[[str], None]) -> Ownership:
 
 @contextlib.contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Make others that would take `directory` wait here, so that one of them removes the lock of a dead owner.
+    """Serialize the processes that take `directory`: only one of them may remove the lock of a dead owner.
 
-    The lock of the operating system ends with its process. Some shared file systems have none for directories: there
-    links alone decide, and two runs that follow one dead owner in the same millisecond may not see each other.
+    The operating system releases a flock when its process exits. Some shared file systems do not support
+    flock on directories. There only the hard link decides, and two runs that replace a dead owner within the
+    same millisecond may not notice each other.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -230,7 +231,7 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
 
 
 def _write(path: Path, me: Owner) -> bool:
-    """Make the lock, whole or not at all, also on a shared file system; False where there is one."""
+    """Create the lock atomically, also on a shared file system. Return False if there already is one."""
     mine = path.with_name(f"{FILE}.{me.host}.{me.pid}")
     mine.write_text(json.dumps(asdict(me)))
     try:
@@ -243,7 +244,7 @@ def _write(path: Path, me: Owner) -> bool:
 
 
 def _move_away(path: Path, gone: Owner | None) -> None:
-    """Remove the lock of an owner that is gone; not that of one who took it meanwhile."""
+    """Remove the lock of a dead owner, unless another process has taken it meanwhile."""
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
@@ -254,10 +255,10 @@ def _move_away(path: Path, gone: Owner | None) -> None:
 
 
 def _read(path: Path) -> Owner | None:
-    """Return the owner of the lock; None where there is none.
+    """Return the owner of the lock, or None if there is no lock.
 
     Raises:
-        ConfigError: it is no file that a run could have written.
+        ConfigError: the file cannot have been written by a run.
     """
     try:
         text = read_small(
@@ -268,7 +269,7 @@ def _read(path: Path) -> Owner | None:
             largest=LARGEST,
         )
     except ConfigError as error:
-        if isinstance(error.__context__, FileNotFoundError):  # asking again may find the lock of another
+        if isinstance(error.__context__, FileNotFoundError):  # do not retry: that may find another run's lock
             return None
         raise
     try:
@@ -278,12 +279,12 @@ def _read(path: Path) -> Owner | None:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since the last beat, by the clock of the file system."""
+    """Return the seconds since the last heartbeat, by the clock of the file system."""
     probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         probe.touch()
         return probe.stat().st_mtime - path.stat().st_mtime
-    except OSError:  # it is gone, or nobody can say
+    except OSError:  # the lock was removed, or its age is unknown
         return 0.0
     finally:
         probe.unlink(missing_ok=True)
@@ -304,7 +305,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> int:
-    """Return when a process was started, in ticks since the boot; 0 where there is none, or nobody says it."""
+    """Return the start time of a process in ticks since boot, or 0 if it does not exist or is unknown."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""`launcher.pipe`: models that are cut into stages as a row of layers. DeepSpeed's names, of `deepspeed.pipe`.
+"""`launcher.pipe`: pipeline models given as a sequence of layers, with the names of `deepspeed.pipe`.
 
 from launcher.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 """

@@ -1,4 +1,4 @@
-"""The state that a recipe resumes from: the engine's, and the place in the data; and checks that both are sound."""
+"""The state that a recipe saves and resumes from: engine state and data position, with sanity checks."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.resuming import Resuming
 from launcher.run import Run
 
-EXHAUSTED = "loss_scale_exhausted"  # in the tag of the checkpoint that a run leaves when fp16 cannot go on
+EXHAUSTED = "loss_scale_exhausted"  # tag suffix of the checkpoint saved when fp16 cannot continue
 
 
 @dataclass
 class RecipeState:
-    """Saves and loads a run.
+    """Saves and loads the state of a run.
 
     Args:
-        loader, identity: of the training data: the place in it, and what it is.
-        total_steps: of the whole run.
-        tokenizer: of a run that has one.
-        width: tokens of a sequence.
+        loader, identity: the position in the training data, and the identity of the data set.
+        total_steps: optimizer steps of the whole run.
+        tokenizer: None if the run has no tokenizer.
+        width: tokens per sequence.
 
     Attributes:
-        tokens: seen so far, over all ranks.
-        nonfinite: steps in a row, up to the last one.
+        tokens: tokens seen so far, over all ranks.
+        nonfinite: consecutive non-finite steps, up to the last step.
     """
 
     run: Run
@@ -51,19 +51,19 @@ class RecipeState:
     saves_chosen: bool = False
 
     def look(self, loss: float, norm: float | None) -> None:
-        """Count steps in a row that are not finite. Those that a dynamic loss scale skips are its way to its size."""
+        """Count consecutive non-finite steps, except those skipped while a dynamic loss scale adapts."""
         skipped = self.engine.loss_scaler.dynamic and not self.engine.was_step_applied()
         fine = math.isfinite(loss) and (norm is None or math.isfinite(norm))
         self.nonfinite = 0 if fine or skipped else self.nonfinite + 1
 
     @property
     def diverged(self) -> bool:
-        """Return whether so many steps in a row were not finite that training must end."""
+        """Return whether training must end: `--max-nonfinite-steps` was reached."""
         return self.nonfinite >= self.run.args.max_nonfinite_steps
 
     def save(self, tag: str | None = None) -> bool:
-        """Write a checkpoint of everything that the run needs to go on; false where the last step or the weights are
-        not finite, so that the checkpoint before stays the latest one. Every rank must call it."""
+        """Write a checkpoint that the run can resume from. Return False, and write nothing, if the last step
+        or the weights are not finite: the previous checkpoint stays the latest. Every rank must call it."""
         self.collect_garbage()
         self.choose_background()
         if not self.is_sound():
@@ -73,13 +73,13 @@ class RecipeState:
         return True
 
     def keep(self) -> None:
-        """Keep the state in the memory of the nodes, if it is finite. Every rank must call it."""
+        """Store the state in the memory of the nodes, if it is finite. Every rank must call it."""
         self.choose_background()
         if self.is_sound():
             keep_state(self.engine, self.client_state())
 
     def client_state(self) -> dict[str, Any]:
-        """Return what a checkpoint has beside the state of the engine."""
+        """Return what a checkpoint stores in addition to the engine state."""
         return {
             "data": self.loader.state_dict(),
             "data_of": self.identity.write(),
@@ -91,7 +91,7 @@ class RecipeState:
         }
 
     def choose_background(self) -> None:
-        """At the first save, when the optimizer has its state: choose how checkpoints are written. Collective."""
+        """Choose how checkpoints are written, at the first save, when optimizer state exists. Collective."""
         if not self.saves_chosen and (line := choose_background(self.engine)):
             self.engine.telemetry.say(line)
         self.saves_chosen = True
@@ -101,7 +101,7 @@ class RecipeState:
         return self.nonfinite == 0 and weights_are_finite(self.engine)
 
     def save_last(self, error: LossScaleExhausted) -> None:
-        """Write a checkpoint of the state before the step that cannot be done."""
+        """Write a checkpoint of the state before the step that failed."""
         tag = f"global_step{self.engine.global_steps}_{EXHAUSTED}"
         if self.save(tag):
             self.engine.saver.wait()
@@ -109,7 +109,7 @@ class RecipeState:
             error.fix = f"{error.fix}; go on from the state before this step: --resume {before}"
 
     def resume(self) -> None:
-        """Load what the run goes on from, if there is something. Every rank must call it."""
+        """Load the checkpoint that the run resumes from, if there is one. Every rank must call it."""
         if self.run.memory is not None:
             self.engine.saver.memory = self.run.memory
         resuming = self.run.resuming
@@ -121,7 +121,7 @@ class RecipeState:
         )
         if resuming.is_of_recipe:
             place, self.tokens = client["data"], client["tokens"]
-        else:  # how much was read, and not what
+        else:  # only the number of samples is known, not the position
             place, self.tokens = self.loader.after(resuming.samples), resuming.samples * self.width
         if not self.identity.is_other(was := client.get("data_of")):
             self.loader.load_state_dict(place)
@@ -146,13 +146,13 @@ class RecipeState:
         )
 
     def fingerprint(self) -> str | None:
-        """Return the tokenizer's, if there is one."""
+        """Return the fingerprint of the tokenizer, or None without a tokenizer."""
         return None if self.tokenizer is None else fingerprint(self.tokenizer)
 
     def failure(self) -> NotFiniteError:
-        """Return why this run has no model to show."""
+        """Return the error that explains why the run exports no model."""
         step, tag = self.engine.global_steps, None
-        with suppress(CheckpointError):  # why this run ends says more
+        with suppress(CheckpointError):  # the reason for the end matters more
             tag = latest_tag(self.run.checkpoints)
         count = f"the last {self.nonfinite} steps are" if self.nonfinite > 1 else "the last step is"
         what = f"{count} not finite" if self.nonfinite else "the weights are not finite"
@@ -169,6 +169,6 @@ class RecipeState:
         )
 
     def collect_garbage(self) -> None:
-        """Collect it between steps, where it costs no step time, when the collector is off."""
+        """Collect Python garbage between steps if `disable_python_gc` has turned the collector off."""
         if self.engine.resolved.disable_python_gc:
             self.engine.collect_python_gc()

@@ -1,11 +1,12 @@
-"""A recipe's training as one of several replicas (`fault_tolerance`): the mean over replicas, and joining them.
+"""Training of a recipe as one of several replicas (`fault_tolerance`): averages gradients, joins a group.
 
 [Note: a step of several replicas]
 
-The ranks of a replica have reduced their gradients, and take the mean with the same place of the other replicas before
-the norm is computed. What they have stays as it is until all members have said that they have the mean. If a member is
-lost on the way, all that are left ask who is still there, and exchange again: forward and backward are not repeated.
-All ranks of a replica must go the same way, so after each exchange they agree whether it has succeeded on all of them.
+After the ranks of a replica have reduced their gradients, each rank averages its gradients with the
+corresponding rank of every other replica, before the norm is computed. The local gradients stay unchanged
+until all members have confirmed that they have the mean. If a member is lost during the exchange, the
+remaining ones form a new group and exchange again; forward and backward are not repeated. All ranks of a
+replica must take the same branch, so after each exchange they agree whether it succeeded on all of them.
 """
 
 from __future__ import annotations
@@ -35,28 +36,28 @@ logger = logging.getLogger("launcher")
 
 @dataclass
 class Told:
-    """The values of a step that the members of an epoch have exchanged."""
+    """Values that the members of an epoch have exchanged in a step."""
 
     loss: float
     """The mean over all tokens."""
     stops: bool
-    """One of them was asked to end."""
+    """Whether a member was asked to stop."""
     waiting: bool
-    """Somebody waits to join."""
+    """Whether a replica is waiting to join."""
     used: list[bool]
-    """Parameters that got a gradient somewhere."""
+    """For each trainable parameter, whether any member had a gradient for it."""
     members: int = 1
-    """How many they are."""
+    """Number of members."""
 
 
 class ReplicaRun:
-    """The replica of this rank. Every rank of the replica must call every method.
+    """The replica that this rank belongs to. Every rank of the replica must call every method.
 
     Args:
-        engine: trains the replica.
+        engine: the engine that trains the replica.
 
     Attributes:
-        told: in the last step.
+        told: the values exchanged in the last step.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -78,14 +79,15 @@ class ReplicaRun:
         take: Callable[[dict[str, Any]], None],
         say: Callable[[str], None],
     ) -> None:
-        """Become a member: with the state of another one, or, where all begin, with what the run resumes from.
+        """Join the group, with the state of another member, or, if all replicas are starting, from the
+        checkpoint.
 
         Args:
-            resume: loads that.
-            take: gets what `client_state` of `admit` has returned there.
+            resume: loads the checkpoint that the run resumes from.
+            take: called with the client state that the donor's `admit` received.
 
         Raises:
-            RunIsOver: the others have made all steps.
+            RunIsOver: the other replicas have completed all steps.
         """
         while True:
             epoch = self._ask(-1, "fresh")
@@ -97,7 +99,7 @@ class ReplicaRun:
             except ReplicaLost:
                 tag = None
             if not self._agreed(tag is not None):
-                continue  # it has died meanwhile; others may have the state
+                continue  # the donor has died; other replicas may have the state
             assert tag is not None
             self.memory.find(-1)
             take(self.engine.load_checkpoint(self.memory.directory, tag)[1])
@@ -108,7 +110,7 @@ class ReplicaRun:
             return
 
     def admit(self, client_state: Callable[[], dict[str, Any]]) -> None:
-        """Between two steps: let those join that wait for it, and give them the state in the background."""
+        """Admit waiting replicas between two steps, and send them the state in the background."""
         epoch = self.group.epoch
         if epoch is None or self.told.waiting:
             self.told.waiting = False
@@ -122,18 +124,18 @@ class ReplicaRun:
     # ---- a step -----------------------------------------------------------------------------
 
     def begin_step(self, loss: float, tokens: int, *, stops: bool) -> None:
-        """Note, before engine.step(), what the others are told.
+        """Record the values to send to the other replicas. Call it before engine.step().
 
         Args:
-            loss: of this replica.
-            tokens: that this rank has learned from; the weight of the replica follows from it.
-            stops: this rank was asked to end.
+            loss: the loss of this replica.
+            tokens: number of tokens in this rank's loss; determines the weight of the replica.
+            stops: this rank was asked to stop.
         """
         step = self.engine.global_steps
         self._mine = torch.tensor([loss, step, tokens, stops, self.group.waiting], dtype=torch.float64)
 
     def _average(self) -> None:
-        """See [Note: a step of several replicas]."""
+        """Average the gradients over the replicas; see [Note: a step of several replicas]."""
         counts = self._mine[2:].clone()
         dist.all_reduce(counts)
         mine = torch.cat([self._mine[:2], counts])
@@ -145,13 +147,13 @@ class ReplicaRun:
             if complete and self._agreed(self._all_have_it()):
                 break
             if self._ask(self.engine.global_steps, "failed", has_result=complete).makes_step:
-                self.told.waiting = False  # it was for the epoch before
+                self.told.waiting = False  # referred to the previous epoch
                 break
         assert sums is not None
         self._put(sums)
 
     def _exchange(self, mine: Tensor) -> list[Tensor] | None:
-        """Return the mean of each gradient over the members; None where one was lost."""
+        """Return the mean of each gradient over the members, or None if a member was lost."""
         zero = self.engine.zero
         used = torch.tensor([float(slot.used) for slot in zero.trainable_slots], dtype=torch.float64)
         try:
@@ -186,7 +188,7 @@ class ReplicaRun:
             slot.used = used
 
     def _ask(self, step: int, kind: str, *, has_result: bool = False) -> Epoch:
-        """Ask until all ranks of the replica have met those of the others."""
+        """Request a new epoch until all ranks of the replica are connected to those of the other members."""
         while True:
             epoch = self.group.ask(step, kind, has_result=has_result)
             if self._agreed(self.group.epoch is not None):
@@ -194,15 +196,15 @@ class ReplicaRun:
 
     @staticmethod
     def _agreed(fine: bool) -> bool:
-        """Return whether it is so on all ranks of the replica."""
+        """Return whether `fine` is true on all ranks of the replica."""
         flag = torch.tensor(float(fine))
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
-    # ---- the state of another one -----------------------------------------------------------
+    # ---- state of another replica -----------------------------------------------------------
 
     def _receive(self, donor: int) -> str:
-        """Receive the files that the same place of the donor has; return their tag."""
+        """Receive the files of the corresponding rank of the donor; return their tag."""
         self.memory.clear()
         channel = self.group.channel(donor)
         content = json.loads(channel.receive_text())
@@ -220,11 +222,11 @@ class ReplicaRun:
 
 
 class NoRoom(RuntimeError):
-    """The state of another replica cannot be copied now. The replica is started again, and tries once more."""
+    """The state of another replica cannot be copied now. This replica is restarted and tries again."""
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Make a file of that size; what is mapped without it would end the process where the memory has no room."""
+    """Allocate a file of `size` bytes: writing to an unreserved mapping when memory is full is fatal."""
     with path.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, max(1, size))
@@ -236,13 +238,13 @@ def _reserve(path: Path, size: int) -> None:
 
 
 def _send(place: Path, channels: list[StateChannel]) -> None:
-    """Send what this rank has written, and what describes it. In the thread of the saver."""
+    """Send the files that this rank has written, with their metadata. Runs in the thread of the saver."""
     names = [f"__{dist.get_rank()}_0.distcp", METADATA_FILE, META_FILE]
-    there = place.is_dir()  # else there was no room
+    there = place.is_dir()  # otherwise /dev/shm was full
     files = (
         [(name, (place / name).stat().st_size) for name in names if (place / name).exists()] if there else []
     )
-    for channel in channels:  # who dies meanwhile asks again
+    for channel in channels:  # a replica that dies meanwhile requests the state again
         try:
             channel.send_text(json.dumps({"tag": place.name if there else None, "files": files}))
             for name, size in files:
@@ -252,6 +254,5 @@ def _send(place: Path, channels: list[StateChannel]) -> None:
                     )
         except ReplicaLost as error:
             logger.debug("the state was not sent: %s", error)
-    (place / names[0]).unlink(
-        missing_ok=True
-    )  # the rest is small, and other ranks of this node still send it
+    # Keep the other files: they are small, and ranks of this node still send them.
+    (place / names[0]).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The checkpoint that a recipe goes on from, before there is an engine; the global batch is kept."""
+"""The checkpoint that a recipe resumes from, located before the engine exists, and its global batch size."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resuming:
-    """A checkpoint to go on from.
+    """A checkpoint to resume from.
 
     Attributes:
-        directory, tag: where; no tag: the latest.
-        meta: what was noted of the run, `client_state` in it.
+        directory, tag: the location; tag None is the latest checkpoint.
+        meta: the metadata saved with it, including `client_state`.
     """
 
     directory: Path
@@ -37,13 +37,13 @@ class Resuming:
 
     @classmethod
     def wanted(cls, args: argparse.Namespace, checkpoints: Path, *, own: bool = False) -> Resuming | None:
-        """Return what `--resume` names; None: start anew.
+        """Return the checkpoint that `--resume` names, or None to start from scratch.
 
-        After a restart by the launcher, Slurm or Kubernetes it is this run's own newest checkpoint, where there is one.
+        After a restart by the launcher, Slurm or Kubernetes (`own`), return this run's own latest checkpoint.
 
         Raises:
-            ConfigError: nothing is there.
-            CheckpointError: it is damaged.
+            ConfigError: there is no checkpoint at that path.
+            CheckpointError: the checkpoint is corrupted.
         """
         place = _place(args.resume, checkpoints, own=own)
         if place is None:
@@ -54,15 +54,15 @@ class Resuming:
 
     @classmethod
     def in_memory(cls, memory: PeerMemory, checkpoints: Path, *, has_saved: bool) -> Resuming | None:
-        """Return what the memory of the nodes has of a later step than the disk. Collective."""
+        """Return the state in the memory of the nodes if it is newer than the one on disk. Collective."""
         on_disk = -1
-        with suppress(CheckpointError):  # it is damaged: what is in memory is newer
+        with suppress(CheckpointError):  # the checkpoint on disk is corrupted: use the one in memory
             on_disk = int(store.peek(checkpoints, None)["global_steps"]) if has_saved else -1
         found = memory.find(on_disk)
         return None if found is None else cls(memory.directory, found[0], decode(found[1]))
 
     def _check(self) -> None:
-        """Check the meta of a checkpoint: a damaged one without checksums may say anything."""
+        """Validate the metadata: a corrupted checkpoint without checksums may contain anything."""
         counters = ("global_steps", "global_samples", "micro_steps", "world_size")
         lacks = [key for key in counters if not isinstance(self.meta.get(key), int)]
         lacks += [key for key in ("config", "client_state") if not isinstance(self.meta.get(key), dict)]
@@ -75,24 +75,24 @@ class Resuming:
 
     @property
     def client_state(self) -> Mapping[str, Any]:
-        """Return the client state: of the recipe, or of a script."""
+        """Return the client state, saved by a recipe or by a script."""
         found: Mapping[str, Any] = self.meta["client_state"]
         return found
 
     @property
     def is_of_recipe(self) -> bool:
-        """Return whether it says where in the data the run was; a script's and DeepSpeed's say how much was read."""
+        """Return whether it has the data position; scripts and DeepSpeed only save the number of samples."""
         return all(key in self.client_state for key in ("data", "tokens"))
 
     @property
     def samples(self) -> int:
-        """Return the sequences that the run had read, over all ranks."""
+        """Return the number of sequences that the run had read, over all ranks."""
         return int(self.meta["global_samples"])
 
     @property
     def batch(self) -> dict[str, int] | None:
-        """Return the batch keys of the run; None where nothing says them. A JSON of DeepSpeed's has two of the three,
-        or "auto": counters say the rest."""
+        """Return the batch keys of the saved run, or None if they are unknown. A DeepSpeed config may set
+        only two of the three, or "auto"; the others are derived from the counters."""
         said = {key: self.meta["config"].get(key) for key in BATCH_KEYS}
         said = {key: value for key, value in said.items() if isinstance(value, int)}
         if not said and not self.samples:
@@ -107,23 +107,23 @@ class Resuming:
 
 
 def written_batch(config: Config) -> dict[str, Any]:
-    """Return the batch keys as the JSON has them."""
+    """Return the batch keys as written in the config."""
     return {key: getattr(config, key) for key in BATCH_KEYS}
 
 
 def keep_batch(
     config: Config, resuming: Resuming, dp_degree: int, wanted: bool | None
 ) -> tuple[Config, str | None]:
-    """Return the JSON with the accumulation that keeps the checkpoint's global batch on another number of ranks.
+    """Return the config with the accumulation steps that keep the checkpoint's global batch size.
 
     Args:
-        wanted: `--keep-batch`; None keeps it where it divides and the JSON's batch keys are what they were.
+        wanted: `--keep-batch`; None keeps it if it divides evenly and the config's batch keys are unchanged.
 
     Returns:
-        (the JSON, a line for people where something changes).
+        (config, a line to print if something changes).
 
     Raises:
-        ConfigError: it is wanted and cannot be done.
+        ConfigError: `--keep-batch` was passed, and the batch cannot be kept.
     """
     was = resuming.batch
     if was is None:

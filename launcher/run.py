@@ -1,4 +1,4 @@
-"""Holds what a recipe knows of its run: flags, JSON, device, output directory, and which rank prints."""
+"""The context of a recipe's run: flags, config, device, output directory, and the rank that prints."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A run of a recipe, made by `Run.start`.
+    """A run of a recipe, created by `Run.start`.
 
     Args:
         args: the recipe's flags.
-        config: the JSON, as written; the engine has the resolved one.
-        output_dir: everything that is written lies below it.
-        device: of this rank.
+        config: the config as written; the engine has the resolved one.
+        output_dir: the directory that all output is written to.
+        device: the device of this rank.
         console: prints on rank 0 only.
     """
 
@@ -54,28 +54,27 @@ class Run:
     console: Console
     rank: int = field(default=0)
     replica: int = field(default=0)
-    """Number of this replica (`fault_tolerance`); the rank is counted in it."""
+    """Index of this replica (`fault_tolerance`); `rank` is the rank within the replica."""
     replicas: int = field(default=1)
     terminated: list[int] = field(default_factory=list)
-    """SIGTERMs that came, where the launcher gives time for a last checkpoint (`--term_grace`)."""
+    """SIGTERMs received, when the launcher leaves time for a last checkpoint (`--term_grace`)."""
     has_saved: bool = False
-    """This run was started before, and saved a checkpoint then."""
+    """Whether an earlier attempt of this run saved a checkpoint."""
     resuming: Resuming | None = None
-    """The checkpoint that the run goes on from."""
+    """The checkpoint that the run resumes from."""
     batch_keys: dict[str, Any] = field(default_factory=dict)
-    """The JSON's, as written."""
+    """The batch keys of the config, as written."""
     memory: PeerMemory | None = None
-    """Where copies of the state are kept (`checkpoint.peer_memory`)."""
+    """Storage for in-memory copies of the state (`checkpoint.peer_memory`)."""
     ownership: owner.Ownership | None = None
-    """The ownership of the output directory, on rank 0 of a run that `launch` has not started: else the agent has
-    it."""
+    """Ownership of the output directory, on rank 0; None if the agent of `launch` owns it."""
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> Run:
-        """Start torch.distributed, seed, and find out where to write.
+        """Initialize torch.distributed, set the seeds, and take the output directory.
 
         Raises:
-            ConfigError: no JSON was named, or it is wrong.
+            ConfigError: no config was given, or it is invalid.
         """
         source = os.environ.get("LAUNCHER_CONFIG")
         if source is None:
@@ -87,8 +86,8 @@ class Run:
         rank = dist.get_rank()
         config = of_replica(complete(load(source), flags_for_json(args)))
         replica, replicas = replica_of()
-        # Dropout differs by rank, but not inside a group that works on the same sequences; weights and data have seeds
-        # of their own.
+        # Dropout differs between ranks, except within a group that processes the same sequences. Weights and
+        # data have their own seeds.
         seed = args.seed + (replica * dist.get_world_size() + rank) // config.tensor_parallel.degree
         random.seed(seed)
         torch.manual_seed(seed)
@@ -103,10 +102,10 @@ class Run:
         return run
 
     def _own_directory(self) -> None:
-        """Rank 0 takes the output directory for all ranks, unless the agent that started them has it.
+        """Take the output directory on rank 0 for all ranks, unless the agent that started them owns it.
 
         Raises:
-            ConfigError: on all ranks: another run has it, or an earlier one left results that nobody gave up.
+            ConfigError: on all ranks: another run owns it, or it has results that no flag allows to replace.
         """
         problem: tuple[str, str | None, str | None] | None = None
         saved = False
@@ -125,13 +124,13 @@ class Run:
             raise ConfigError(what, where=where, fix=fix)
 
     def take_over(self) -> None:
-        """Rank 0 removes what `--overwrite` gives up and notes this run in the directory. Every rank must call it."""
+        """On rank 0, delete what `--overwrite` replaces and record this run. Every rank must call it."""
         if self.rank == self.replica == 0:
             earlier_run.take_over(self.args, self.output_dir)
         dist.barrier()
 
     def _look_at_checkpoint(self) -> None:
-        """Before there is an engine: what is gone on from, and the batch that it had."""
+        """Find the checkpoint to resume from, and adopt its batch size, before the engine is created."""
         self.batch_keys = written_batch(self.config)
         self.resuming = self._in_memory() or Resuming.wanted(self.args, self.checkpoints, own=self.has_saved)
         if self.resuming is not None:
@@ -141,12 +140,12 @@ class Run:
                 self.say(line)
 
     def look_again(self) -> None:
-        """Look for the checkpoint again where replicas begin: others may have saved since this one was started."""
+        """Find the checkpoint again when replicas begin: others may have saved one in the meantime."""
         self.has_saved = broadcast_from_first(earlier_run.has_saved(self.output_dir))
         self.resuming = Resuming.wanted(self.args, self.checkpoints, own=self.has_saved)
 
     def _in_memory(self) -> Resuming | None:
-        """Return what the memory of the nodes has, where an earlier attempt kept more than is on disk. Collective."""
+        """Return the state in the memory of the nodes if it is newer than the one on disk. Collective."""
         every = self.config.checkpoint.peer_memory.every
         if not every:
             return None
@@ -163,12 +162,12 @@ class Run:
         return Resuming.in_memory(self.memory, self.checkpoints, has_saved=self.has_saved)
 
     def check_ownership(self) -> None:
-        """Raise `ConfigError` where another run has taken the output directory over."""
+        """Raise `ConfigError` if another run has taken over the output directory."""
         if self.ownership is not None:
             self.ownership.check()
 
     def give_back(self) -> None:
-        """End the ownership of the output directory; the end of the process does it, too."""
+        """Release the output directory; exiting the process does so, too."""
         if self.ownership is not None:
             self.ownership.give_back()
 
@@ -177,7 +176,7 @@ class Run:
         self.console.print(text, highlight=False, markup=False)
 
     def stop_requested(self) -> bool:
-        """Return whether some rank was told to end, so that all save a checkpoint first. Every rank must call it."""
+        """Return whether any rank received SIGTERM; all then save a checkpoint. Every rank must call it."""
         if "LAUNCHER_TERM_GRACE" not in os.environ:
             return False
         told = torch.tensor(float(bool(self.terminated)))
@@ -190,11 +189,11 @@ class Run:
 
     @property
     def model_dir(self) -> Path:
-        """Return where the final weights are written, as Hugging Face reads them."""
+        """Return the directory of the final weights, in Hugging Face format."""
         return self.output_dir / MODEL
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]] | None:
-        """Return the param groups of `--decay`; None: all parameters are one group."""
+        """Return the param groups for `--decay`, or None if all parameters form one group."""
         if self.args.decay == "all":
             return None
         parameters = list(model.parameters())
@@ -206,10 +205,10 @@ class Run:
     def auto_values(
         self, *, lr: float, total_steps: int, micro_batch: int, weight_decay: float = 0.0
     ) -> dict[str, Any]:
-        """Values for `"auto"` keys of the JSON that the recipe decides and no flag has said.
+        """Return values for the `"auto"` keys of the config that the recipe sets and no flag does.
 
         Args:
-            micro_batch: sequences that a rank takes at a time; fewer where `--batch-size` is not a multiple of them.
+            micro_batch: sequences per microbatch; reduced if `--batch-size` is not a multiple of it.
         """
         values: dict[str, Any] = {
             "optimizer.params.lr": lr,
@@ -224,12 +223,12 @@ class Run:
         return values
 
     def total_steps(self, sequences: int, *, default: int, micro_batch: int) -> int:
-        """Optimizer steps that `--max-steps` or `--epochs` ask for.
+        """Return the number of optimizer steps that `--max-steps` or `--epochs` requests.
 
         Args:
-            sequences: in the data set.
-            default: when neither is said.
-            micro_batch: as for `auto_values`.
+            sequences: number of sequences in the data set.
+            default: returned if neither flag is set.
+            micro_batch: as in `auto_values`.
         """
         if self.args.max_steps is not None:
             return int(self.args.max_steps)
@@ -241,7 +240,7 @@ class Run:
         return max(1, int(self.args.epochs * (sequences // batch)))
 
     def describe(self, engine: Engine, model: str, data: str) -> None:
-        """Say what will run, and what every "auto" and surprising default became. Every rank must call it."""
+        """Print what will run, with every "auto" and surprising default resolved. Every rank must call it."""
         parameters = report.parameters(engine)
         self.say(f"model   {model}: {parameters:,} parameters")
         self.say(f"data    {data}")
@@ -260,7 +259,7 @@ class Run:
         self.say(f"output  {self.output_dir}")
 
     def write_config(self, resolved: dict[str, Any]) -> None:
-        """Write config.json as resolved, and the recipe's flags; without secrets, as others may read them."""
+        """Write the resolved config and the recipe's flags, without secrets: others may read the files."""
         if self.rank == self.replica == 0:
             write_json(self.output_dir / "config.json", without_secrets(resolved))
             write_json(self.output_dir / "flags.json", without_secrets(vars(self.args)))

@@ -1,4 +1,4 @@
-"""A directory of one process, for its user alone; the user's next run removes what a killed process has left."""
+"""A private scratch directory of one process; the user's next run removes those of killed processes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from pathlib import Path
 
 LOCK = "lock"
 UNFINISHED_S = 3600.0
-"""Seconds after which a directory without its final name is abandoned: its maker was killed."""
+"""Seconds after which a directory without its final name counts as abandoned by a killed process."""
 
 
 class Scratch:
-    """A new directory under `parent`, which other users and other jobs may use as well.
+    """A new directory under `parent`, which other users and jobs may use as well.
 
-    It holds a lock for its life, which the kernel drops when the process dies, however it dies. A directory of this
-    user and this machine whose lock is free was left by a process that was killed, and is removed first. Nothing of
-    other users is opened.
+    The process holds a lock on the directory for its lifetime; the kernel releases it when the process dies
+    for any reason. A directory of the same user and machine whose lock is free was left by a killed process,
+    and is removed first. Files of other users are never opened.
 
     Args:
-        prefix: how all directories of this kind begin.
-        name: of this one, without a dash.
+        prefix: the common prefix of all directories of this kind.
+        name: the name of this directory, without a dash.
 
     Attributes:
         path: the directory.
-        removed: bytes that were found of killed processes, and given back.
-        foreign: directories that another machine has made here: its locks may not be seen from this one.
+        removed: bytes freed by removing the directories of killed processes.
+        foreign: directories created by another machine, whose locks may not be visible from this one.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
     """
 
     def __init__(self, parent: Path, prefix: str, name: str) -> None:
@@ -45,7 +45,7 @@ class Scratch:
         self.path = parent / f"{prefix}{socket.gethostname()}-{name}-{new.name.removeprefix(f'.{prefix}')}"
         self._lock = os.open(new / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.rename(self.path)  # it is locked before anybody looks at it
+        new.rename(self.path)  # locked before other processes can find it
 
     def close(self) -> None:
         """Remove the directory. A second call does nothing."""
@@ -55,9 +55,9 @@ class Scratch:
             self._lock = None
 
     def _remove_stale(self, parent: Path, prefix: str) -> Iterator[int]:
-        """Remove what killed processes have left; yields the bytes of each."""
+        """Remove the directories of killed processes; yield the size of each in bytes."""
         for path in parent.glob(f"{prefix}*-*-*"):
-            with contextlib.suppress(FileNotFoundError):  # its owner, or another job, is removing it
+            with contextlib.suppress(FileNotFoundError):  # its owner or another job is removing it
                 if not _is_ours(path):
                     continue
                 if path.name.rsplit("-", 2)[0] != prefix + socket.gethostname():
@@ -75,7 +75,7 @@ class Scratch:
 
 
 def size_of(directory: Path) -> int:
-    """Return the bytes of its files."""
+    """Return the total size of the files in bytes."""
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
@@ -86,10 +86,10 @@ def _is_ours(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _free_lock(path: Path) -> Iterator[bool]:
-    """Yield whether nobody holds the lock of a directory; it is held meanwhile."""
+    """Yield whether the lock of a directory is free; if so, hold it inside the context."""
     try:
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:  # killed while all was removed
+    except FileNotFoundError:  # its process was killed during removal
         yield path.exists()
         return
     try:

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Parsing and formatting of sizes in bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def bytes_of(text: str | float) -> int:
-    """Return the bytes of a number, or of "80GiB", "24 GB", "5GB", "512M" or "4096"; K, M, G and T alone are powers of
-    1024.
+    """Return the number of bytes of a number or a text such as "80GiB", "24 GB", "512M" or "4096".
+
+    K, M, G and T without "B" are powers of 1024.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: the text is not a size.
     """
     if not isinstance(text, str):
         return int(text)
@@ -24,10 +25,10 @@ def bytes_of(text: str | float) -> int:
 
 
 def gib(number: float) -> str:
-    """Return "1.37"."""
+    """Return the number in GiB, such as "1.37"."""
     return f"{number / (1 << 30):,.2f}"
 
 
 def in_words(number: float) -> str:
-    """Return "1.37 GiB", "10.6 MiB", "0.0 MiB"."""
+    """Return the number with its unit, such as "1.37 GiB" or "10.6 MiB"."""
     return f"{number / (1 << 30):,.2f} GiB" if number >= 1 << 28 else f"{number / (1 << 20):,.1f} MiB"

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Training:
-    """Trains an engine on a data set, and writes what the run leaves behind.
+    """Trains an engine on a data set, and writes the results of the run.
 
     Args:
         run: flags and output directory.
         engine: from launcher.initialize().
         train_set, eval_set: items are LongTensors [seq_length], or dicts with input_ids and labels.
-        total_steps: optimizer steps of the whole run; `--resume` goes on to the same number.
-        name: of the model, for people.
-        tokenizer: saved beside the final weights.
+        total_steps: optimizer steps of the whole run; with `--resume` it includes the earlier steps.
+        name: the model's name, for display.
+        tokenizer: saved next to the final weights.
     """
 
     run: Run
@@ -60,9 +60,9 @@ class Training:
     loader: GlobalBatchLoader = field(init=False)
     state: RecipeState = field(init=False)
     expert_load: ExpertLoad = field(init=False)
-    width: int = field(init=False)  # tokens of a sequence, before a curriculum
-    stalled_s: float = field(default=0.0, init=False)  # told of
-    replica: ReplicaRun | None = field(default=None, init=False)  # of several (`fault_tolerance`)
+    width: int = field(init=False)  # tokens per sequence, before a curriculum
+    stalled_s: float = field(default=0.0, init=False)  # seconds reported so far
+    replica: ReplicaRun | None = field(default=None, init=False)  # with several replicas (`fault_tolerance`)
     memory: StepMemory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Training:
             check_kept_apart(engine, engine.train_micro_batch_size_per_gpu(), self.width)
 
     def _check_length(self) -> None:
-        """Before anything is trained: what would end the run early."""
+        """Check, before training, for settings that would end the run early."""
         engine = self.engine
         last = getattr(engine.lr_scheduler, "total_steps", None)
         if isinstance(last, int) and self.total_steps > last:
@@ -116,8 +116,8 @@ class Training:
             )
 
     def fit(self) -> None:
-        """Train to the last step, evaluate and save on the way, and write everything at the end."""
-        self.run.take_over()  # now that model and data are loaded: a run that cannot start replaces nothing
+        """Train to the last step, evaluating and saving along the way, and write the results at the end."""
+        self.run.take_over()  # after loading: a run that fails to start must not replace anything
         self.run.write_config(self.engine.config)
         if self.run.replicas == 1:
             self.state.resume()
@@ -161,7 +161,7 @@ class Training:
             self._leave()
 
     def _join(self) -> bool:
-        """Become one of the replicas that train; false where the others have made all steps."""
+        """Join the training replicas. Return False if they have already completed all steps."""
         from launcher.cluster.replica_group import RunIsOver
         from launcher.replica_run import ReplicaRun
 
@@ -176,7 +176,7 @@ class Training:
         return True
 
     def _begin(self) -> None:
-        """Nobody trains: begin with the newest checkpoint, which all replicas see now."""
+        """Start all replicas from the latest checkpoint, when none is training yet."""
         self.run.look_again()
         self.state.resume()
 
@@ -186,11 +186,11 @@ class Training:
 
     @property
     def _leads(self) -> bool:
-        """Return whether this replica saves, and writes metrics."""
+        """Return whether this replica saves checkpoints and writes metrics."""
         return self.replica is None or self.replica.group.leads
 
     def _stops(self) -> bool:
-        """Return whether some rank was told to end. Every rank must call it."""
+        """Return whether any rank received SIGTERM. Every rank must call it."""
         return self.replica.told.stops if self.replica is not None else self.run.stop_requested()
 
     def _save_and_leave(self) -> None:
@@ -209,10 +209,11 @@ class Training:
     def _step(self, microbatches: list[dict[str, Tensor]]) -> dict[str, Any]:
         engine, began = self.engine, time.perf_counter()
         lr, seqlen = engine.lr, engine.curriculum_seqlen()
-        # Before tokens are counted: the loss is a mean over those that are left.
+        # Cut before counting tokens: the loss is the mean over the remaining ones.
         cut = [engine.curriculum.cut(batch, engine.global_steps) for batch in microbatches]
         microbatches = [for_attention(engine, batch) for batch in cut]
-        # Each microbatch counts by its tokens, so the gradient is that of the mean over the whole global batch.
+        # Weight microbatches by their tokens, so that the loss is the mean over all tokens of the global
+        # batch.
         weights = token_weights(engine, [learned_tokens(batch) for batch in microbatches])
         engine.train()
         loss = self._summed(engine.train_microbatches(microbatches, weights)) / engine.dp_world_size
@@ -254,7 +255,7 @@ class Training:
         return float(self._summed(torch.tensor(value, dtype=torch.float64)))
 
     def _summed(self, value: Tensor) -> Tensor:
-        """Return the sum over dp, fp64 []; the host waits for nothing."""
+        """Return the sum over dp, fp64 [], without synchronizing with the device."""
         total = value.to(self.engine.device, torch.float64, copy=True)
         all_reduce(total, self.engine.mesh.dp, "root/metrics").wait()
         return total
@@ -264,7 +265,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, most_batches: int = 32) -> float:
-        """Token-weighted mean loss over the first sequences of the eval set, the same ones on every topology."""
+        """Return the token-weighted mean loss on the first sequences of the eval set, on any topology."""
         engine = self.engine
         self.state.collect_garbage()
         engine.eval()
@@ -272,7 +273,7 @@ class Training:
         rows = min(len(self.eval_set), most_batches * micro)
         batches, counts = [], []
         for start in range(0, -(-rows // (micro * axis.degree))) if engine.is_first_stage() else ():
-            # Every rank runs as many forwards as the others: under ZeRO-3 each one is a collective.
+            # All ranks must run the same number of forwards: under ZeRO-3 each one has collectives.
             first = (start * axis.degree + axis.rank) * micro
             chosen = [i for i in range(first, first + micro) if i < rows]
             batches.append(for_attention(engine, collate([self.eval_set[i] for i in chosen or [0]])))
@@ -284,7 +285,7 @@ class Training:
         return mean
 
     def _finish(self) -> None:
-        self.engine.saver.wait()  # an error names the last checkpoint
+        self.engine.saver.wait()  # so that an error names the last checkpoint
         output, failure = self.run.output_dir, None if self.state.is_sound() else self.state.failure()
         if failure is None:
             if self.engine.global_steps and not self._due(self.run.args.save_every):
@@ -367,7 +368,7 @@ class Training:
 
 
 def collate(items: Iterable[Tensor | dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Items of a data set as one microbatch."""
+    """Stack items of a data set into one microbatch."""
     rows = [item if isinstance(item, dict) else {"input_ids": item, "labels": item} for item in items]
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 

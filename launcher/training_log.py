@@ -1,4 +1,4 @@
-"""Writes what a training run tells while it goes on: its metrics, its progress line, the timeline of its pipeline."""
+"""Logs the progress of a training run: metrics, the progress line, and the timeline of the pipeline."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from launcher.pipeline.timeline.recording import TIMELINE
 from launcher.run import Run
 
 DRAWN_EVERY = 20
-"""Optimizer steps from one timeline to the next: gathering one takes a collective along the stages."""
+"""Optimizer steps between two timelines; gathering one takes a collective along pp."""
 
 
 class TrainingLog:
-    """Writes what rank 0 knows of each step; use it as a context manager.
+    """Logs each step on rank 0; use it as a context manager.
 
-    Of several replicas (`fault_tolerance`) the one that leads writes metrics. Another one may have led before.
+    With several replicas (`fault_tolerance`), only the leader writes metrics. The leader may change during
+    the run.
 
     Args:
-        total_steps: of the run, for the time that is left.
-        length: tokens of a sequence.
+        total_steps: optimizer steps of the run, to estimate the remaining time.
+        length: tokens per sequence.
     """
 
     def __init__(self, run: Run, engine: Engine, total_steps: int, length: int) -> None:
         self._run, self._engine = run, engine
         self._metrics: MetricsWriter | None = None
-        self._unwritten: dict[str, Any] | None = None  # of the last step, which another replica writes
+        self._unwritten: dict[str, Any] | None = None  # last record, which the leader writes
         self._progress = ProgressLine(
             total_steps,
             steps_per_print=engine.steps_per_print() or 10,
@@ -52,7 +53,7 @@ class TrainingLog:
         self._progress.__exit__(kind, error, trace)
 
     def note(self, record: dict[str, Any], *, leads: bool) -> None:
-        """Write what is known of a step. Every rank must call it."""
+        """Log the record of a step. Every rank must call it."""
         self._draw()
         if self._run.rank != 0:
             return
@@ -69,7 +70,7 @@ class TrainingLog:
         self._progress.update(self._metrics.write(**record))
 
     def open(self, made: int) -> None:
-        """Go on after that step, which the replica that led before may have made and not written."""
+        """Continue the metrics after step `made`; write that step if the previous leader did not."""
         file = self._run.output_dir / METRICS
         before, self._unwritten = self._unwritten, None
         self._metrics = MetricsWriter(file, resume_step=made)
@@ -81,13 +82,13 @@ class TrainingLog:
             self._metrics.write(**before)
 
     def close(self) -> None:
-        """Close the file of metrics."""
+        """Close the metrics file."""
         if self._metrics is not None:
             self._metrics.close()
         self._metrics = None
 
     def _draw(self) -> None:
-        """Now and then, write when the stages did what in the last step. Not in the first one, which sets things up."""
+        """Periodically write the last step's pipeline timeline, but not the first: it includes setup."""
         if self._engine.global_steps % DRAWN_EVERY == 2:
             report.write_timeline(
                 self._engine, self._run.output_dir / TIMELINE if self._run.rank == 0 else None

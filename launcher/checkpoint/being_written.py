@@ -1,4 +1,4 @@
-"""Marks temporary directories that a living process is writing, so that two saves into one place leave each other alone.
+"""Marks temporary directories that a living process is writing, so that two saves into one place do not collide.
 
 The kernel lets go of a lock when its process ends, however it ends. Where a file system has no locks on directories
 (NFS), nothing counts as being written.

@@ -1,8 +1,8 @@
-"""The agent: what runs on each node of a run, started there by the front end, and on this machine alike.
+"""The agent: the process that starts and monitors the ranks of one node, be it remote or this machine.
 
-It reads what to do as lines from its standard input and tells what happens as lines on its standard output
-(`wire.py`). It never outlives the front end: when its input ends or falls silent, it ends its ranks. It is two
-processes: a guard that waits, so that nothing is left when somebody kills the agent itself, and the agent.
+It reads commands as lines from its standard input and reports events as lines on its standard output
+(`wire.py`). It never outlives the front end: when its input ends or falls silent, it ends its ranks. It
+consists of two processes: the agent itself, and a guard that cleans up if the agent is killed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 DRAIN_S = 2.0
 WINDOW = 1 << 20
-"""Bytes of output that may be on their way; the rest stays in the logs, or holds up a rank on a terminal, until the
-front end has shown them."""
+"""Bytes of rank output that may be in flight. The rest stays in the logs, or blocks a rank that writes to a
+terminal, until the front end has printed it."""
 STACKS_S = 0.5
-"""How long ranks have to write their stacks; the kernel delivers the signal also where Python is blocked."""
+"""How long ranks have to write their stacks. The kernel delivers the signal even while Python is blocked."""
 STATUS_S = 0.5
-"""How often the front end hears what the ranks do."""
+"""Interval between reports of what the ranks are doing."""
 LOST = 3
-"""Exit code of an agent that the front end does not talk to any more."""
+"""Exit code of an agent that has lost its front end."""
 
 
 def serve(hello: Message) -> NoReturn:
-    """Become the agent (see `bootstrap.py`)."""
+    """Fork the agent and guard it. Called by `bootstrap.py`."""
     processes.adopt_orphans()
     memory = _memory_of_node()
     agent = os.fork()
@@ -58,10 +58,11 @@ def serve(hello: Message) -> NoReturn:
 
 
 def _memory_of_node() -> Scratch | None:
-    """Make a directory in memory, for ranks to keep what the next attempt goes on from (`peer_memory.py`)."""
+    """Create a directory in memory for the state from which ranks resume in the next attempt
+    (`peer_memory.py`)."""
     try:
         memory = Scratch(Path("/dev/shm"), "launch-memory-", "agent")
-    except OSError:  # ranks tell, where they want it
+    except OSError:  # ranks that need the directory report that it is missing
         os.environ.pop(MEMORY_VARIABLE, None)
         return None
     os.environ[MEMORY_VARIABLE] = str(memory.path)
@@ -69,9 +70,9 @@ def _memory_of_node() -> Scratch | None:
 
 
 def _guard(agent: int, memory: Scratch | None) -> NoReturn:
-    """Wait for the agent, and end what it leaves."""
+    """Wait for the agent, then end every process that it has left behind."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # ssh, srun and mpirun send these when the front end goes; the agent then ends its ranks in order.
+        # ssh, srun and mpirun send these when the front end exits; the agent then ends its ranks in order.
         signal.signal(number, lambda number, _: _forward(agent, number))
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
@@ -85,16 +86,17 @@ def _guard(agent: int, memory: Scratch | None) -> NoReturn:
 
 
 def _forward(agent: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended; the guard goes on to end what it left
+    with contextlib.suppress(ProcessLookupError):  # the agent has ended; the guard cleans up next
         os.kill(agent, number)
 
 
 class Agent:
-    """Takes orders from the front end, one message each, and reports.
+    """Executes commands from the front end, one message each, and reports events.
 
     Args:
-        hello: the front end's first line: `silence_s` is how long it may say nothing, `beat_s` how often either side
-            says that it lives, `session` the seals of a TCP connection (`handshake.py`).
+        hello: the front end's first message: `silence_s` is how long the front end may be silent, `beat_s`
+            the heartbeat interval of both sides, `session` the message signers of a TCP connection
+            (`handshake.py`).
     """
 
     def __init__(self, hello: Message) -> None:
@@ -117,7 +119,7 @@ class Agent:
         self._say("here", facts=facts.collect(hello))
 
     def run(self) -> int:
-        """Serve until the front end has gone, or has no more orders; the exit code."""
+        """Serve until the front end is gone or sends no more commands, and return the exit code."""
         try:
             return self._serve()
         finally:
@@ -140,7 +142,7 @@ class Agent:
         return 0
 
     def _listen(self) -> list[Message]:
-        """Obey the messages that have come."""
+        """Execute the messages that have arrived, and return them."""
         messages = self._in.read()
         for message in messages:
             self._heard = time.monotonic()
@@ -180,7 +182,7 @@ class Agent:
                 self._over = True
 
     def _start(self, share: Message) -> None:
-        # Imported now: on a large cluster nobody waits for it before all nodes are known to be ready.
+        # Imported lazily: the import must not delay the readiness check of a large cluster.
         from launcher.cluster.local import LocalRanks
         from launcher.cluster.node_spec import NodeSpec
 
@@ -196,7 +198,8 @@ class Agent:
             self._say("started", pids=self._ranks.pids, note=note)
 
     def _own(self, share: NodeSpec) -> str | None:
-        """Take the run's directory before anything in it is touched; what is to be told of its last owner."""
+        """Claim the run's directory before anything in it is touched. Return a note about its last owner, if
+        any."""
         if share.owned is None or share.first_rank or self._ownership is not None:
             return None
         from launcher import owner
@@ -211,7 +214,7 @@ class Agent:
             self._ownership = None
 
     def _check_ownership(self) -> None:
-        """Kill ranks without a grace where another run has the directory: they might write there."""
+        """Kill the ranks without a grace period if another run owns the directory: they might write to it."""
         if self._ownership is None or self._ranks is None:
             return
         try:
@@ -224,14 +227,14 @@ class Agent:
         self._say("refused", what=error.what, where=error.where, fix=error.fix)
 
     def _tell_status(self, ranks: LocalRanks) -> None:
-        """Twice a second: what the ranks do, for who looks at the run."""
+        """Report what each rank is doing, every `STATUS_S` seconds."""
         now = time.monotonic()
         if now - self._told >= STATUS_S and not self._out.full:
             self._told = now
             self._say("status", ranks=ranks.status())
 
     def _look(self) -> None:
-        """See how the ranks are, and say so."""
+        """Poll the ranks and all background work, and report what has changed."""
         self._beat()
         now = time.monotonic()
         if self._tries is not None and (found := self._tries.found()) is not None:
@@ -250,7 +253,7 @@ class Agent:
         self._show()
         if ended is not None:
             if not ended:
-                self._say("failing")  # the others need not wait until all are ended here
+                self._say("failing")  # the other nodes need not wait until all ranks have ended on this one
             self._finish(processes.GRACE_S)
 
     def _show(self) -> None:
@@ -258,7 +261,7 @@ class Agent:
             self._shows_all(self._ranks)
 
     def _shows_all(self, ranks: LocalRanks) -> bool:
-        """Show what may be sent now; whether that is all that there is."""
+        """Send as much output as the window allows. Return whether none is left."""
         while self._unshown < WINDOW and not self._out.full:
             pieces = ranks.output()
             if not pieces:
@@ -269,7 +272,7 @@ class Agent:
         return False
 
     def _drain(self, ranks: LocalRanks) -> None:
-        """Show what is left to show, at whatever speed it is taken, unless the front end goes or is in a hurry."""
+        """Send the remaining output at the pace of its reader, unless the front end is gone or in a hurry."""
         if self._shows_all(ranks):
             return
         self._say("over")
@@ -284,25 +287,25 @@ class Agent:
             self._beat()
 
     def _beat(self) -> None:
-        # Whatever else was said meanwhile: this tells whether ranks hang.
+        # Sent regardless of other messages: only this one reports how long the ranks have been stalled.
         if time.monotonic() - self._beaten >= self._beat_s:
             self._beaten = time.monotonic()
             self._say("alive", stalled_s=self._ranks.stalled_s() if self._ranks is not None else None)
 
     def _finish(self, grace_s: float) -> None:
-        """End the ranks and tell how they ended."""
+        """End the ranks and report how they ended."""
         if self._ranks is None:
             return
         ranks, complete = self._ranks, self._ranks.poll() is True
         self._say("status", ranks=ranks.status())
-        self._ranks = None  # what comes meanwhile is not for them
+        self._ranks = None  # messages that arrive from now on are not for these ranks
         ranks.finish(grace_s, self._is_hurried)
         self._drain(ranks)
         ranks.close()
         failure = ranks.failure()
         complete = complete and failure is None
         if complete:
-            self._give_back()  # now: who waits for the end of this run may start the next one
+            self._give_back()  # before the report: its receiver may start the next run at once
         self._say(
             "ended",
             complete=complete,
@@ -311,7 +314,7 @@ class Agent:
         )
 
     def _is_hurried(self) -> bool:
-        """Return whether the front end, while the ranks have their grace, wants them killed."""
+        """Return whether the front end wants the ranks killed before their grace period is over."""
         return any(message["do"] == "stop" and not message["grace_s"] for message in self._listen())
 
     def _deserted(self) -> bool:

@@ -1,4 +1,4 @@
-"""One attempt of a run: all ranks started, watched, and ended together."""
+"""One attempt of a run: all ranks are started, monitored, and ended together."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from launcher.cluster.wire import Message, bytes_of
 from launcher.errors import ConfigError
 
 STACKS_S = 3.0
-"""How long agents may take to tell the stacks of their ranks."""
+"""How long agents may take to report the stacks of their ranks."""
 AFTER_GRACE_S = 4.0
-"""How much longer than the grace of its ranks an agent may take to say that all have ended."""
+"""How much longer than the grace period an agent may take to confirm that its ranks have ended."""
 HURRY_S = 2.0
-"""The same, where a second signal has asked to kill them."""
+"""The same limit after a second signal, which kills the ranks."""
 LAST_OUTPUT_S = 2.0
-"""How long output is waited for in a run that the user has ended."""
+"""How long to wait for output after the user has stopped the run."""
 DOUBTFUL_S = 1.5
-"""How long a node is waited for that had missed heartbeats before the end."""
+"""How long to wait for a node that had missed heartbeats before the run was ended."""
 LOSS_COMES_FIRST_S = 1.0
-"""A lost node is the cause of failures that ranks elsewhere recorded up to so long before it was noticed."""
+"""A lost node counts as the cause of failures that other ranks recorded up to this long before the loss was
+noticed."""
 logger = logging.getLogger("launcher")
 
 
@@ -40,14 +41,14 @@ class RunOutcome:
 
     exit_code: int
     message: str | None = None
-    """The text that the user is told where it failed or was interrupted."""
+    """The message for the user if the run failed or was interrupted."""
     saved: bool = False
-    """It was stopped, and all ranks ended in time, with their checkpoint."""
+    """The run was stopped, and all ranks ended in time, having saved their checkpoint."""
 
 
 @dataclass(frozen=True)
 class EndCause:
-    """The cause that ends a run before its time."""
+    """The reason why a run ends early."""
 
     time: float
     """Seconds since the epoch, by the front end's clock."""
@@ -57,46 +58,46 @@ class EndCause:
     can_retry: bool = True
     lost: bool = False
     slow: bool = False
-    """The node is there, and the next attempt goes on without it."""
+    """The node is reachable but slow; the next attempt runs without it."""
 
 
 @dataclass
 class LogOptions:
-    """The form in which messages name the ranks of a run."""
+    """How messages refer to the ranks of a run."""
 
     several: bool = False
-    """Hosts are named."""
+    """Messages include the names of hosts."""
     places: Sequence[str] = ()
     """The coordinates of each rank in the mesh, in words."""
     shown: dict[int, str] = field(default_factory=dict)
-    """The name of each rank that is shown; empty shows rank 0 as it is."""
+    """The name of each rank whose output is printed; if empty, the output of rank 0 is printed unchanged."""
     shows_rank_0: bool = False
-    """The output of rank 0 is on the terminal as it is."""
+    """The output of rank 0 goes to the terminal unchanged."""
 
 
 @dataclass(frozen=True)
 class EndPolicy:
-    """Decides when a run ends, and with which exit code."""
+    """Specifies when a run is ended, and some of its exit codes."""
 
     hang_s: float = 0.0
-    """Seconds without progress of any rank, after which it is taken to hang; 0: for ever."""
+    """Seconds without progress on any rank after which the run counts as hung; 0 disables the check."""
     term_grace_s: float = 0.0
-    """Seconds after a SIGTERM to the front end, before the ranks are ended."""
+    """Seconds that ranks have after a SIGTERM to the front end before they are ended."""
     saved_exit_code: int = 128 + signal.SIGTERM
-    """Where all ranks have ended well in that time: what there is to save is saved."""
+    """Exit code if all ranks ended cleanly within that time: everything has been saved."""
 
 
 class Attempt:
-    """Ranks of all nodes, from their start to their end.
+    """Runs the ranks of all nodes, from their start to their end.
 
     Args:
         node_group: the nodes, connected.
-        shares: what each runs.
-        log_options: how to speak of the ranks.
+        shares: the specification of each node.
+        log_options: how messages refer to the ranks.
         policy: see `EndPolicy`.
-        signals: those that the front end gets.
-        status: what is known of the run, for who looks at it.
-        may_leave: whether the next attempt can do without a node that is slow.
+        signals: the signals that the front end receives.
+        status: the status of the run, published for viewers.
+        may_leave: returns whether the next attempt can do without a slow node.
     """
 
     def __init__(
@@ -120,12 +121,12 @@ class Attempt:
         self._stalled: dict[Node, float] = {}
         self._hurried = False
         self._waiting: list[tuple[Node, NodeSpec]] = []
-        """The other nodes, until the first one has started its ranks: it takes the run's directory."""
+        """The other nodes, which start after the first one, because that one claims the run's directory."""
         self._over: set[Node] = set()
-        """Nodes whose ranks have ended, and which have output to show."""
+        """Nodes whose ranks have ended, but whose output is not printed completely."""
 
     def run(self) -> tuple[RunOutcome, EndCause | None]:
-        """Start all ranks and wait for their end; the cause is None unless something failed."""
+        """Start all ranks and wait until they end. The returned cause is None unless something failed."""
         size = self.console.size if self.shares[0].shown else None
         number = None
         try:
@@ -165,7 +166,7 @@ class Attempt:
         node.send("start", share=asdict(share))
 
     def _watch(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
-        """Wait until every node has ended well, or one has not."""
+        """Wait until every node has completed or one has failed. Return the terminal's last known size."""
         failing = False
         while any(node.running for node in self.node_group.nodes) and not (failing or self.causes):
             self.console.flush()
@@ -211,7 +212,7 @@ class Attempt:
                     self._start(other, share)
             case "output":
                 data = bytes_of(message["text"])
-                # A node sends so much and no more before it hears that this is on the screen.
+                # Flow control: a node may have only `agent.WINDOW` bytes in flight that are not printed yet.
                 self.console.show(message["rank"], data, lambda: node.send("shown", size=len(data)))
             case "over":
                 self._over.add(node)
@@ -224,7 +225,7 @@ class Attempt:
                 node.running, node.complete = False, message["complete"]
                 if message["failure"]:
                     failure = Failure.from_json(message["failure"])
-                    # What the node's clock says is only compared with itself.
+                    # Clocks differ between nodes: only use differences between times of the same node.
                     when = time.time() - (message["now"] - failure.time)
                     self.causes.append(self._failed(node, failure, when))
             case "lost":
@@ -237,7 +238,8 @@ class Attempt:
                 self.causes.append(EndCause(time.time() - LOSS_COMES_FIRST_S, ranks, 1, node, lost=True))
 
     def _let_finish(self) -> None:
-        """Pass SIGTERM on, and wait for ranks that save a checkpoint, until another signal comes."""
+        """Forward SIGTERM and give the ranks `term_grace_s` seconds to save a checkpoint, or until another
+        signal arrives."""
         self._waiting = []
         self.signals.held = True
         logger.warning("SIGTERM: ranks have %g s to save a checkpoint", self.policy.term_grace_s)
@@ -253,7 +255,8 @@ class Attempt:
                 self._take(node, message)
 
     def _slow(self) -> EndCause | None:
-        """Return why the run ends here, and goes on elsewhere, where a node has long been slow."""
+        """Return the cause to end this attempt if a node has long been slow and the next attempt can do
+        without it."""
         if (found := self.status.slow_rank()) is None:
             return None
         rank, how = found
@@ -267,18 +270,18 @@ class Attempt:
         return EndCause(time.time(), f"{node.name} rank {rank} is slow: {how}", 1, node, slow=True)
 
     def _write_stacks(self) -> None:
-        """Somebody looks at the run: write where all ranks are."""
+        """Write the stacks of all ranks to a file, as a viewer of the run has requested."""
         states, _ = self._stacks()
         hang.write(states, self.log_dir, STACKS)
 
     def _hang(self) -> EndCause:
-        """Ask every rank what it does, and say it."""
+        """Collect the state of every rank, and return the hang as the cause of the end."""
         states, asked = self._stacks()
         hang.write(states, self.log_dir)
         return EndCause(time.time(), hang.describe(states, self.log_dir), 1, asked[0])
 
     def _stacks(self) -> tuple[list[hang.RankState], list[Node]]:
-        """Return what every rank does, and the nodes that were asked."""
+        """Return the state of every rank, and the nodes that were queried."""
         asked = [node for node in self.node_group.nodes if node.running]
         self.node_group.tell(asked, "stacks")
         states: list[hang.RankState] = []
@@ -305,10 +308,10 @@ class Attempt:
         return EndCause(when, message, exit_code(failure), node, can_retry=not mistake)
 
     def _end(self, *, patient: bool) -> list[Node]:
-        """End what runs still; the nodes of which that is not known.
+        """End all running ranks. Return the nodes whose ranks are not known to have ended.
 
         Args:
-            patient: what ranks have printed last is waited for, at whatever speed it is read.
+            patient: wait for the last output of the ranks, at whatever pace it is read.
         """
         self.signals.held = self.node_group.ending = True
         self._waiting = []
@@ -317,7 +320,7 @@ class Attempt:
         self.node_group.tell(running, "stop", grace_s=grace, patient=patient)
         began = time.monotonic()
         deadline = began + grace + AFTER_GRACE_S
-        # Nodes that have missed heartbeats already are probably gone, too: where this machine is cut off, all are.
+        # Nodes that have already missed heartbeats are probably gone: all are, if this machine is cut off.
         doubtful = [node for node in running if began - node.heard > 2.5 * self.node_group.timeouts.beat_s]
         while self._waits_for(running, patient=patient and not self._hurried, deadline=deadline):
             self.console.flush()
@@ -338,8 +341,8 @@ class Attempt:
         return [node for node in self.node_group.nodes if node.lost is not None]
 
     def _waits_for(self, running: Sequence[Node], *, patient: bool, deadline: float) -> bool:
-        """Return whether some node may still say how its ranks ended: until the deadline, and as long as it has
-        output."""
+        """Return whether to keep waiting for nodes to report how their ranks ended: until the deadline or, if
+        `patient`, as long as they have output to send."""
         still = [node for node in running if node.running]
         silence_s = self.node_group.timeouts.silence_s
         for node in still:
@@ -349,7 +352,7 @@ class Attempt:
         return any(now < deadline or (patient and node in self._over) for node in still if node.running)
 
     def _show_the_rest(self, *, patient: bool) -> None:
-        """Wait until all is printed, for a moment only where the user wants to leave."""
+        """Wait until all output is printed, but only for `LAST_OUTPUT_S` unless `patient`."""
         self.console.finish()
         until = time.monotonic() + (float("inf") if patient else LAST_OUTPUT_S)
         asked = len(self.signals.numbers)

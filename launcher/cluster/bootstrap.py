@@ -1,5 +1,7 @@
-"""The first code of an agent on its node. The front end sends it as text: nothing of ours needs to be installed there
-for it, so that a missing package, directory or variable is told as what it is. Standard library of any Python 3.
+"""The first code of an agent on its node, which the front end sends as text.
+
+Nothing of this package needs to be installed on the node to run it, so that a missing package, directory or
+variable is reported as such. Uses only the standard library of any Python 3.
 """
 
 import json
@@ -8,10 +10,10 @@ import sys
 
 
 def arrive(hello):  # type: ignore[no-untyped-def]
-    """Take over environment, directory and import path, then become the agent.
+    """Apply the environment, directory and import path of the front end, then become the agent.
 
     Args:
-        hello: the front end's first line.
+        hello: the front end's first message.
     """
     if sys.path and sys.path[0] == "":
         del sys.path[0]
@@ -52,5 +54,5 @@ def problem(hello, what, fix):  # type: ignore[no-untyped-def]
     sys.exit(3)
 
 
-if "hello" in globals():  # set by the one line that runs this text
+if "hello" in globals():  # set by the one-line program that executes this text
     arrive(globals()["hello"])

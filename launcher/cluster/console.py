@@ -1,4 +1,4 @@
-"""The view of the ranks on the console: rank 0 as it prints, or whole lines of several ranks behind their names."""
+"""Console output of the ranks: rank 0 unchanged, or whole lines of several ranks after their names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from launcher.cluster.terminal import LONGEST, SHOW_CURSOR, size_of
 
 
 class ConsoleWriter:
-    """Prints output of ranks to a file descriptor, at the speed of its reader: a thread waits for that, and the front
-    end goes on. What waits to be printed is bounded by who sends it, who is told what has been (`agent.py`).
+    """Prints the output of ranks to a file descriptor, at the pace of its reader.
+
+    A thread does the blocking writes, so that the front end can continue. The amount of queued output is
+    bounded by its senders, which are notified of what has been printed (`agent.py`).
 
     Args:
-        names: the name of each rank that is shown, put before its lines; empty shows bytes as they come.
-        out: file descriptor of the user's terminal, or of where its output goes.
+        names: the name of each displayed rank, printed before its lines; if empty, bytes are printed
+            unchanged.
+        out: file descriptor of the user's terminal, or of the file or pipe in its place.
     """
 
     def __init__(self, names: dict[int, str], out: int = 1) -> None:
@@ -32,29 +35,29 @@ class ConsoleWriter:
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Return the rows and columns, where output of rank 0 goes to a terminal as it comes."""
+        """Return the rows and columns of the terminal if rank 0 is printed to one unchanged, else None."""
         return None if self._names else size_of(self._out)
 
     def show(self, rank: int, data: bytes, then: Callable[[], None] = lambda: None) -> None:
-        """Print it soon; `flush` calls `then` when that is done."""
+        """Queue `data` for printing; `flush` calls `then` once it is printed."""
         if not self._names:
             self._write(data, then)
             return
         *lines, rest = (self._rest.get(rank, b"") + data).split(b"\n")
-        if len(rest) > LONGEST:  # of a line without an end no more is kept
+        if len(rest) > LONGEST:  # do not buffer more of an unfinished line
             lines.append(rest)
             rest = b""
         self._rest[rank] = rest
         name = self._names[rank].encode()
-        # A live line is drawn again and again; its last state is the line.
+        # A progress bar redraws its line; print only the last state.
         text = b"".join(name + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in lines)
         self._write(text, then)
 
     def flush(self) -> None:
-        """Tell what has been printed.
+        """Call the callbacks of all output that has been printed.
 
         Raises:
-            OSError: nobody reads it any more.
+            OSError: the reader of the output is gone.
         """
         while not self._printed.empty():
             self._printed.get()()
@@ -62,8 +65,10 @@ class ConsoleWriter:
             raise self._error
 
     def finish(self) -> None:
-        """Show what has no end of line, and leave the terminal in order: a rank that was killed while it drew a live
-        line left the cursor hidden and in mid-line. Nothing can be shown after it; see `finished`."""
+        """Print unfinished lines and restore the terminal. Nothing can be shown afterwards; see `finished`.
+
+        A rank that was killed while it drew a progress bar leaves the cursor hidden and in mid-line.
+        """
         for rank, rest in self._rest.items():
             if rest:
                 self._write(self._names[rank].encode() + rest + b"\n")
@@ -74,7 +79,7 @@ class ConsoleWriter:
 
     @property
     def finished(self) -> bool:
-        """Return whether all is printed."""
+        """Return whether all output is printed."""
         return self._thread is None or not self._thread.is_alive()
 
     def _write(self, data: bytes, then: Callable[[], None] = lambda: None) -> None:
@@ -93,7 +98,7 @@ class ConsoleWriter:
                 while data:
                     try:
                         data = data[os.write(self._out, data) :]
-                    except BlockingIOError:  # the user's end does not block
+                    except BlockingIOError:  # the descriptor is non-blocking
                         select.select([], [self._out], [])
                 self._printed.put(then)
         except OSError as error:

@@ -1,10 +1,11 @@
-"""The place where the ranks of all replicas ask who trains together (`membership.py`): a server in the front end.
+"""A server in the front end that tells all ranks which replicas train together (`membership.py`).
 
-Ranks connect, prove that they know the run's secret, and keep the connection; when it closes, the rank has died. Each
-line is a JSON object behind its signature (`handshake.py`).
+Ranks connect, prove that they know the run's secret, and keep the connection open; when it closes, the rank
+has died. Each line is a JSON object preceded by its signature (`handshake.py`).
 
     rank    {"is": "ask", "step", "kind", "has_result", "address"}, {"is": "end"}, {"is": "written"}
-    front   {"is": "epoch", ...}, {"is": "waiting", "epoch"}, {"is": "write"}, {"is": "over"}, {"is": "expelled"}
+    front   {"is": "epoch", ...}, {"is": "waiting", "epoch"}, {"is": "write"}, {"is": "over"},
+            {"is": "expelled"}
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ class Line:
     attempt: int
 
     def say(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # it has gone, which its reader notices
+        with contextlib.suppress(OSError):  # the rank is gone; `_read` notices
             self.connection.sendall(self.session.sends.closed(json.dumps(message).encode()) + b"\n")
 
 
 class Coordinator:
-    """Serves until `close`.
+    """Serves the ranks of all replicas until `close`.
 
     Args:
         server: a listening socket.
-        secret: all ranks know it.
-        membership: decides.
+        secret: shared by all ranks.
+        membership: makes the decisions.
     """
 
     def __init__(self, server: socket.socket, secret: str, membership: Membership) -> None:
@@ -60,13 +61,13 @@ class Coordinator:
             threading.Thread(target=work, daemon=True).start()
 
     def ended(self, replica: int) -> None:
-        """The front end of a replica has ended."""
+        """Record that the front end of a replica has ended."""
         with self._lock:
             self.membership.ended(replica)
             self._decide()
 
     def admit_nobody(self) -> None:
-        """The run is being stopped: who starts now ends at once."""
+        """Admit no more replicas because the run is being stopped: a replica that starts now ends at once."""
         with self._lock:
             self.membership.closed = True
             self._decide()
@@ -128,7 +129,7 @@ class Coordinator:
                 self._say(message["members"])
 
     def _say(self, members: list[int]) -> None:
-        """Tell the user where the replicas that train together are others than before."""
+        """Log which replicas train together, when that changes."""
         before, self._members = self._members, members
         count = len(self.membership.replicas)
         if before or len(members) < count:

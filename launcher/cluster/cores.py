@@ -1,4 +1,4 @@
-"""The cores and threads of a rank: its own, inside one NUMA node where possible."""
+"""Assignment of CPU cores and threads to ranks, within one NUMA node where possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.cluster.hostfile import numbers
 from launcher.errors import ConfigError, shortened
 
 SYSTEM = Path("/sys/devices/system")
-"""Where Linux tells of nodes and cores."""
+"""Where Linux describes NUMA nodes and cores."""
 
 
 def usable_cores() -> list[int]:
@@ -41,10 +41,11 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def share_cores(cores: Sequence[int], ranks: int, system: Path = SYSTEM) -> list[list[int]]:
-    """Return equal shares, one per rank; what does not divide is left over.
+    """Partition the cores equally among the ranks; a remainder stays unused.
 
-    No share lies in two NUMA nodes where that costs a rank at most a quarter of its cores: memory of another node is
-    slower for every one of them. Hyperthreads of one core go to the same rank where they can.
+    No share spans two NUMA nodes if avoiding that costs a rank at most a quarter of its cores: access to
+    another node's memory is slower for every core. Hyperthreads of one core go to the same rank where
+    possible.
 
     Raises:
         ConfigError: fewer cores than ranks.
@@ -65,15 +66,15 @@ def share_cores(cores: Sequence[int], ranks: int, system: Path = SYSTEM) -> list
 
 
 def _cut(cores: Sequence[int], size: int) -> list[list[int]]:
-    """Return whole shares of `size` cores, each ascending."""
+    """Split the cores into complete shares of `size`, each ascending."""
     return [sorted(cores[at : at + size]) for at in range(0, len(cores) - size + 1, size)]
 
 
 def _by_node(cores: Sequence[int], system: Path) -> list[list[int]]:
-    """Return the cores of each NUMA node, hyperthreads side by side; last those of which no node is known."""
+    """Return the cores of each NUMA node, with hyperthreads adjacent; cores of unknown node come last."""
     node_of: dict[int, int] = {}
     for file in system.glob("node/node[0-9]*/cpulist"):
-        for core in _listed(file):  # none, where a node has memory only
+        for core in _listed(file):  # empty for a memory-only node
             node_of[core] = int(file.parent.name.removeprefix("node"))
     places = {core: (node_of.get(core, math.inf), _first_thread(core, system), core) for core in cores}
     ordered = sorted(cores, key=places.__getitem__)
@@ -81,13 +82,13 @@ def _by_node(cores: Sequence[int], system: Path) -> list[list[int]]:
 
 
 def _first_thread(core: int, system: Path) -> int:
-    """Return the lowest of the hyperthreads that share a core with this one."""
+    """Return the lowest-numbered hyperthread of the physical core that `core` belongs to."""
     siblings = _listed(system / f"cpu/cpu{core}/topology/thread_siblings_list")
     return min(siblings, default=core)
 
 
 def _listed(file: Path) -> tuple[int, ...]:
-    """Return the numbers in a file of Linux's, `0-3,8`; none where it is empty or not there."""
+    """Parse a Linux list of numbers, `0-3,8`; empty if the file is empty or missing."""
     try:
         text = file.read_text(encoding="ascii").strip()
     except OSError:
@@ -96,5 +97,6 @@ def _listed(file: Path) -> tuple[int, ...]:
 
 
 def threads(ranks: int, shares: Sequence[Sequence[int]] | None) -> int:
-    """Return OMP_NUM_THREADS of a rank: the cores it is bound to, or its part of those of the machine."""
+    """Return OMP_NUM_THREADS of a rank: the number of its cores, or its share of the usable cores if it is
+    not bound."""
     return len(shares[0]) if shares else max(1, len(usable_cores()) // ranks)

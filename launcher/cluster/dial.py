@@ -1,7 +1,7 @@
-"""A runner whose command forwards no input (pdsh): the agent waits for a TCP connection, and that is its stream.
+"""Control stream for runners whose command forwards no input (pdsh): a TCP connection to the agent.
 
-What runs first on the node makes a token, and tells it together with its port through the runner's output, which only
-the front end reads; the connection then begins with a handshake (`handshake.py`).
+The code that runs first on the node creates a token and reports it, together with its port, through the
+runner's output, which only the front end reads. The connection then begins with a handshake (`handshake.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from launcher.cluster import handshake
 from launcher.cluster.wire import Message
 
 FRONT_END = "0"
-"""What the front end says it is."""
+"""The front end's claim in the handshake."""
 DIAL_S = 3.0
 LISTEN_S = 30.0
 """How long an agent waits for the front end."""
@@ -35,7 +35,7 @@ serve_at(*found)
 
 
 def one_line() -> str:
-    """Return the listener, as a line that no shell and no pattern of pdsh changes."""
+    """Return the listener as one line that neither a shell nor the patterns of pdsh change."""
     source = Path(handshake.__file__).read_text(encoding="utf-8") + _LISTENER
     text = base64.b64encode(zlib.compress(source.encode(), 9)).decode()
     return f'import base64, zlib; exec(zlib.decompress(base64.b64decode("{text}")))'
@@ -45,7 +45,7 @@ def dial(told: Message, host: str) -> tuple[socket.socket, handshake.SignedSessi
     """Connect to the listener.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: the listener cannot be reached.
     """
     error = OSError(f"no address of {host}")
     for address in (*told["addresses"], host.rpartition("@")[2]):

@@ -1,6 +1,7 @@
-"""The variables that go from this machine to the ranks on others, and the file `.deepspeed_env`.
+"""Environment variables passed from this machine to ranks on other nodes, and the file `.deepspeed_env`.
 
-They travel in the first line of the control stream: byte for byte, past every shell, and not where `ps` shows them.
+They are sent in the first line of the control stream: byte for byte, bypassing every shell, and invisible to
+`ps`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PREFIXES = (
 )
 """Prefixes of the variables that are passed on to other nodes."""
 EXTRA_PREFIXES: list[str] = []
-"""More prefixes; programs that run the launcher in their own process add to them."""
+"""More prefixes, added by programs that run the launcher in their own process."""
 NAMES = (
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "XDG_CACHE_HOME", "LANG", "TZ"),
     *(
@@ -62,7 +63,7 @@ _SKIPPED = re.compile(r"[ \t\r]*(?:#[^\n]*)?(?:\n|\Z)")
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what goes to other nodes without being asked for."""
+    """Return the variables that are passed to other nodes by default."""
     return {
         name: value
         for name, value in environment.items()
@@ -71,13 +72,13 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `.deepspeed_env` and `--export`; the flag has the last word.
+    """Return the variables requested by `.deepspeed_env` and `--export`; the flag takes precedence.
 
     Args:
-        exports: `NAME` (its value here) or `NAME=VALUE`.
+        exports: `NAME` (with its value on this machine) or `NAME=VALUE`.
 
     Raises:
-        ConfigError: a name is not valid, or has no value here; a line of the file that assigns nothing.
+        ConfigError: a name is invalid or has no value here; a line of the file assigns nothing.
     """
     found: dict[str, str] = {}
     name = environment.get("DS_ENV_FILE", FILE)
@@ -111,19 +112,19 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
 
 
 def _put(found: dict[str, str], name: str, value: str) -> None:
-    """A value that another one replaces later is a secret, too."""
+    """Set a variable. Hide its value if it is a secret, even if a later value replaces it."""
     found[name] = value
     if is_secret(name, value):
         hide([value])
 
 
 def parse_file(text: str, name: str) -> dict[str, str]:
-    """Parse `NAME=VALUE` lines; comments, blank lines, `export` and quotes as in a shell, but nothing is expanded.
+    """Parse `NAME=VALUE` lines; comments, blank lines, `export` and quotes as in a shell, without expansion.
 
-    Inside double quotes a backslash takes the next character as it is, and quoted values may have several lines.
+    Inside double quotes a backslash escapes the next character. Quoted values may span several lines.
 
     Raises:
-        ConfigError: a line is not valid, or has a character that no variable can have.
+        ConfigError: a line is invalid, or contains a character that no variable can hold.
     """
     found: dict[str, str] = {}
     position = 0
@@ -158,5 +159,5 @@ def parse_file(text: str, name: str) -> dict[str, str]:
 
 
 def of_mpi() -> list[str]:
-    """Return the prefixes of what mpirun and srun tell the agent, which ranks must not take for themselves."""
+    """Return the prefixes of variables that mpirun and srun set for the agent; ranks must not see them."""
     return ["OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "MPIR_CVAR_"]

@@ -1,4 +1,4 @@
-"""The facts that an agent finds on its node: versions, memory, devices, files, and how the others reach it."""
+"""Facts about a node, collected by its agent: versions, memory, devices, files, and addresses."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PACKAGES = ("launcher", "torch", "transformers")
 
 
 def collect(hello: Message) -> Message:
-    """Return the facts that the front end judges (`preflight.py`).
+    """Return the facts that the front end checks (`preflight.py`).
 
     Args:
-        hello: `needs` are files that the run reads, `count_gpus` whether devices matter.
+        hello: `needs` lists the files that the run reads, `count_gpus` specifies whether to count devices.
     """
     return {
         "host": socket.gethostname(),
@@ -45,7 +45,7 @@ def collect(hello: Message) -> Message:
 
 
 def addresses() -> list[str]:
-    """Return the addresses of this node, those first by which it is known to others."""
+    """Return the addresses of this node, starting with the one through which ssh reached it."""
     server = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     found = [
         (address.family == socket.AF_INET6, address.address)
@@ -58,7 +58,7 @@ def addresses() -> list[str]:
 
 
 def interface_towards(addr: str, port: int) -> str | None:
-    """Return the network interface by which this node talks to `addr`; None where that is not known."""
+    """Return the network interface through which this node reaches `addr`; None if unknown."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(addr, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -73,10 +73,12 @@ def interface_towards(addr: str, port: int) -> str | None:
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str | None]:
-    """Return the versions of installed packages, by the names of their directories: to import importlib.metadata takes
-    longer than all of an agent's other work."""
+    """Return the versions of installed packages, from the names of their directories.
+
+    Importing importlib.metadata would take longer than all other work of an agent.
+    """
     found: dict[str, str | None] = dict.fromkeys(packages)
-    for place in reversed(sys.path):  # the first one counts
+    for place in reversed(sys.path):  # the first match on sys.path wins
         with contextlib.suppress(OSError):
             for name in os.listdir(place or "."):
                 package, dash, version = name.removesuffix(".dist-info").partition("-")
@@ -86,7 +88,7 @@ def _versions(packages: Sequence[str]) -> dict[str, str | None]:
 
 
 def digest(path: Path) -> str | None:
-    """Return the digest of a file's content; None where it cannot be read."""
+    """Return the digest of a file's content; None if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -94,7 +96,7 @@ def digest(path: Path) -> str | None:
 
 
 def _digest_of_package() -> str:
-    """Return the digest of the code of this package: versions alone do not tell two work trees apart."""
+    """Return a digest of this package's code: version numbers alone do not distinguish two work trees."""
     package: Any = Path(__file__).resolve().parent
     text = b"".join(path.read_bytes() for path in sorted(package.glob("*.py")))
     return hashlib.sha256(text).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The rank that failed first, and the message about it."""
+"""Detection of the rank that failed first, and the error message about it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TAIL_LINES = 20
 _CODES = {"mendable": 2, "diverged": 1, "exception": 1}
 """Exit codes by the kind of record; `rank.py` uses the same."""
 SAID = ("mendable", "diverged")
-"""Kinds whose message is complete, and written for people."""
+"""Kinds whose message is complete and written for users."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What backends report when another rank is gone."""
+"""Error messages of communication backends when another rank is gone."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ErrorRecord:
     """The record that a rank wrote about its own failure (see `rank.py`)."""
 
     kind: str
-    """`mendable` or `diverged` (of a LauncherError), `exception`, or `exit` (sys.exit with a non-zero code)."""
+    """`mendable` or `diverged` (of a LauncherError), `exception`, or `exit` (sys.exit with non-zero code)."""
     message: str
     traceback: str
     time: float
@@ -43,20 +43,20 @@ class Failure:
     rank: int
     pid: int
     exit_code: int | None
-    """As `subprocess` gives it: negative for a signal; None where the rank was still leaving."""
+    """As in `subprocess`: negative for a signal; None if the rank was still exiting."""
     record: ErrorRecord | None
     time: float = 0.0
-    """Seconds since the epoch, by the clock of whoever holds this."""
+    """Seconds since the epoch, by the clock of the machine that holds this object."""
     local_rank: int = 0
     log: str = ""
     tail: Sequence[str] = ()
     """The last lines of its log."""
     memory_killer: str | None = None
-    """The evidence that the kernel killed it for memory."""
+    """The evidence that the kernel killed it for lack of memory; None without any."""
     disk_full: bool = False
-    """Its log cannot be written any more, for want of room."""
+    """Its log can no longer be written because the disk is full."""
     left_before: Sequence[int] = ()
-    """Ranks of its node that had ended well before."""
+    """Ranks of its node that had already ended successfully."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,7 +69,7 @@ class Failure:
 
 
 def read_record(path: str) -> ErrorRecord | None:
-    """Return the record at `path`, or None where the rank left none (it was killed, or ran on)."""
+    """Return the record at `path`, or None if the rank left none (it was killed, or was still running)."""
     try:
         message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
@@ -85,10 +85,10 @@ def first_failure(
     """Return the rank whose failure came first; the others mostly fail because of it.
 
     Args:
-        exit_codes: non-zero exit codes of the ranks that were dead when the failure was seen.
-        records: what ranks recorded, also those that were still leaving.
-        seen_at: a time before which no rank had been seen dead (seconds since the epoch): the time
-            taken for a rank that was killed and could record nothing.
+        exit_codes: non-zero exit codes of the ranks that were dead when the failure was noticed.
+        records: the error records of the ranks, including ranks that were still exiting.
+        seen_at: a time before which no rank had been seen dead (seconds since the epoch). It is used as the
+            failure time of a rank that was killed and could record nothing.
     """
     times = {rank: record.time for rank, record in records.items()}
     for rank in exit_codes:
@@ -102,9 +102,9 @@ def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: st
 
     Args:
         failure: the first failure.
-        log_was_shown: the rank's output is on the terminal already and its end need not be repeated.
-        place: what the rank is in the mesh.
-        host: where it ran; empty where there is one machine.
+        log_was_shown: the rank's output is already on the terminal, and its end need not be repeated.
+        place: the rank's coordinates in the mesh.
+        host: the host it ran on; empty if there is only one machine.
     """
     record, log = failure.record, f"{host}:{failure.log}" if host else failure.log
     at = f"{host}, local rank {failure.local_rank}" if host else ""
@@ -128,8 +128,11 @@ def describe(failure: Failure, *, log_was_shown: bool, place: str = "", host: st
 
 
 def exit_code(failure: Failure) -> int:
-    """Return what the launcher exits with: 2 for a mistake that can be mended, 1 for an exception and for numbers that
-    are not finite, however the rank ended after it; else the rank's code, 128 + n for signal n, never 0."""
+    """Return the exit code of the launcher.
+
+    It is 2 for a mistake that the user can fix, and 1 for an exception or non-finite numbers, however the
+    rank ended afterwards; otherwise the rank's own code, 128 + n for signal n, and never 0.
+    """
     if failure.record is not None and failure.record.kind in _CODES:
         return _CODES[failure.record.kind]
     if failure.exit_code is None or failure.exit_code == 0:
@@ -138,7 +141,7 @@ def exit_code(failure: Failure) -> int:
 
 
 def append_to_logs(records: Mapping[int, ErrorRecord], logs: Mapping[int, Path]) -> None:
-    """Put each rank's error at the end of its log: ranks only record theirs, so none interleave."""
+    """Append each rank's error to its log. Ranks only record their errors, so that none interleave."""
     for rank, record in records.items():
         texts = {"exception": record.traceback, "exit": ""}
         text = texts.get(record.kind, f"error: {record.message}\n")
@@ -148,7 +151,7 @@ def append_to_logs(records: Mapping[int, ErrorRecord], logs: Mapping[int, Path])
 
 
 def is_full(directory: Path) -> bool:
-    """Return whether a log cannot grow there."""
+    """Return whether the disk of a log directory is full."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(1 << 16))

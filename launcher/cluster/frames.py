@@ -1,6 +1,6 @@
-"""A traceback for the terminal: every frame of the user's own code, and runs of library frames as one line.
+"""Tracebacks for the terminal: every frame of the user's own code; runs of library frames as one line each.
 
-The log of the rank has the whole of it.
+The log of the rank contains the full traceback.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>
 _PACKAGE = re.compile(r".*/(?:site|dist)-packages/(?P<package>[^/.]+)")
 _OURS = Path(__file__).resolve().parents[1]
 _STANDARD = tuple({sysconfig.get_path("stdlib"), str(Path(sys.base_prefix) / "lib" / "python")})
-FEW = 2  # library frames that are shown as they are, and those that stay where a library raises
+FEW = 2  # longest run of library frames that is not folded; frames kept at the end if a library raised
 
 
 class _Frame(NamedTuple):
-    """Lines of one frame; `package` is None in the user's own code."""
+    """The lines of one frame; `package` is None in the user's own code."""
 
     lines: list[str]
     package: str | None
@@ -37,7 +37,7 @@ def package_of(file: str) -> str | None:
 
 
 def folded(traceback: str) -> list[str]:
-    """Return the lines of a traceback (or of a chain of them), without most of what libraries did."""
+    """Return the lines of a traceback (or of a chain of them), with most library frames folded."""
     shown: list[str] = []
     frames: list[_Frame] = []
     for line in traceback.splitlines():
@@ -61,12 +61,13 @@ def last_own_line(traceback: str) -> str | None:
 
 
 def _fold(frames: list[_Frame]) -> list[str]:
-    """Fold runs of library frames into one line each; the last two stay where the error was raised there."""
+    """Fold runs of library frames into one line each; keep the last two frames if a library raised the
+    error."""
     runs = [(own, list(run)) for own, run in groupby(frames, key=lambda frame: frame.package is None)]
     if all(not own for own, _ in runs):
         return [
             line for frame in frames for line in frame.lines
-        ]  # no code of the user's: nothing to find in it
+        ]  # no user code to point out: keep all frames
     shown: list[str] = []
     for number, (own, run) in enumerate(runs):
         kept = FEW if number == len(runs) - 1 else 0

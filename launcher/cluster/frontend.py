@@ -1,7 +1,7 @@
-"""The front end of a run: starts the agents, watches them, and ends all of them on the first failure.
+"""The front end of a run: starts the agents, monitors them, and ends all of them on the first failure.
 
-Whatever happens to a rank, a node, a connection or to itself, no process of the run remains: agents end their ranks
-when they are told to, and when they hear nothing any more.
+Whatever fails, be it a rank, a node, a connection or the front end itself, no process of the run remains:
+agents end their ranks when told to, and when the front end falls silent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from launcher.cluster.signals import Interrupted, Signals
 from launcher.cluster.wire import Message
 
 MEETINGS = 3
-"""In a restart: how often nodes are brought together while one after the other is lost."""
+"""How often a restart repeats the rendezvous while further nodes are being lost."""
 logger = logging.getLogger("launcher")
 
 
@@ -32,25 +32,26 @@ Prepare = Callable[[NodeGroup, Callable[[], None]], None]
 
 
 class FrontEnd:
-    """Runs one job on the nodes of a node_group.
+    """Runs one job on the nodes of a node group.
 
     Args:
         node_group: the nodes, not connected yet.
-        hello: what an agent is told first.
-        judge: raises a LauncherError where nodes that have answered, or have not, cannot be used.
-        assign_shares: the shares, one a node; it may set the attributes below.
-        meeting: the rendezvous that the user asked for.
-        max_restarts: how often a failed run is started again.
-        min_nodes: a restart goes on with so many nodes where others do not come back; None: with `max_nodes`.
-        max_nodes: the first so many that are there are used, the others wait in reserve; None: all.
+        hello: returns the first message to an agent.
+        judge: raises a LauncherError if nodes cannot be used, whether they have answered or not.
+        assign_shares: returns one specification per node; it may set the attributes below.
+        meeting: the rendezvous options of the user.
+        max_restarts: how often a failed run is restarted.
+        min_nodes: a restart continues with this many nodes if others do not come back; None: `max_nodes`.
+        max_nodes: use only the first so many available nodes, and keep the others in reserve; None: all.
         policy: see `EndPolicy`.
-        leaves_slow_nodes: a node that has been slow for long is left out by a restart, where others are enough.
-        prepare: called for nodes that are ready, before `assign_shares`, with what is to be called while it waits.
+        leaves_slow_nodes: a restart excludes a node that has been slow for long, if enough others remain.
+        prepare: called with the nodes that are ready, before `assign_shares`, and with a function that it
+            must call while it waits.
 
     Attributes:
-        log_options: how to speak of the ranks; `assign_shares` may fill it in.
-        restarts: how many there have been.
-        status: what the ranks do at present, in a file.
+        log_options: how messages refer to the ranks; `assign_shares` may fill it in.
+        restarts: the number of restarts so far.
+        status: what the ranks are doing, published in a file.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class FrontEnd:
         self._signals = Signals()
 
     def run(self) -> RunOutcome:
-        """Run the job to its end, however it ends. When this returns no process of it is left where a node could be
-        reached; the message names the hosts where that is not known.
+        """Run the job to its end, however it ends.
+
+        When this returns, no process of the job is left on any node that could be reached; the message names
+        the hosts where that is not known.
 
         Raises:
-            LauncherError: it cannot be started, and nothing was.
+            LauncherError: the job cannot be started, and nothing was.
         """
         others = [child.pid for child in processes.descendants()]
         processes.adopt_orphans()
@@ -98,7 +101,7 @@ class FrontEnd:
             try:
                 for _ in self.node_group.connect(self.node_group.everyone, self.hello):
                     self._signals.look_up()
-                met = self._meet()  # with all: a mistake in the hostfile is no lost node
+                met = self._meet()  # with all nodes: a mistake in the hostfile does not count as a lost node
                 self._choose()
                 self._prepare()
                 return self._attempts(self.assign_shares(self), met)
@@ -109,11 +112,11 @@ class FrontEnd:
             finally:
                 self._signals.held = True
                 self.node_group.close()
-                # pdsh and mpirun leave the ssh that they started.
+                # pdsh and mpirun leave behind the ssh processes that they started.
                 processes.end_descendants(0, except_for=others)
 
     def _meet(self) -> rendezvous.RendezvousAddress:
-        """Return where the ranks meet.
+        """Choose the rendezvous address of the ranks.
 
         Raises:
             LauncherError: a node is not ready.
@@ -156,8 +159,10 @@ class FrontEnd:
                 shares = self.assign_shares(self)
 
     def _meet_again(self) -> tuple[bool, rendezvous.RendezvousAddress]:
-        """Return whether the nodes of the next attempt are others than before, and where they meet. A node whose loss
-        is noticed only now, after its ranks were stopped, is one more that has to come back."""
+        """Repeat the rendezvous. Return whether the nodes differ from the last attempt's, and the address.
+
+        A node whose loss is noticed only now, after its ranks were stopped, has to come back, too.
+        """
         changed = False
         for tries_left in reversed(range(MEETINGS)):
             self._bring_back()
@@ -169,14 +174,14 @@ class FrontEnd:
         return changed, met
 
     def _bring_back(self) -> None:
-        """Connect again to the nodes that are not there.
+        """Reconnect to the nodes that are not available.
 
         Raises:
             LauncherError: too few of them answer.
         """
         node_group = self.node_group
         if any(node.lost is not None for node in node_group.nodes):
-            # What is left there ends by itself; it must not meet what is started now.
+            # Ranks left on lost nodes end on their own; they must not meet the ranks that are started now.
             self._pause(node_group.timeouts.grace_s)
         absent = [node for node in node_group.everyone if not (_is_there(node) or node.left_out)]
         for node in absent:
@@ -192,9 +197,10 @@ class FrontEnd:
             self.judge(node_group.everyone)
 
     def _choose(self) -> bool:
-        """Choose the nodes of the next attempt, and return whether they are others than before.
+        """Choose the nodes of the next attempt. Return whether they differ from the previous ones.
 
-        `assign_shares` may then leave some out, which stays so while they are the same."""
+        `assign_shares` may then exclude some of them; they stay excluded while the choice is the same.
+        """
         before, self._chosen = (
             self._chosen,
             [n for n in self.node_group.everyone if _is_there(n)][: self.max_nodes],
@@ -209,7 +215,7 @@ class FrontEnd:
         return True
 
     def _may_leave(self, node: Node) -> bool:
-        """Return whether a restart without this node is wanted, allowed, and leaves enough others."""
+        """Return whether a restart without this node is enabled, still allowed, and leaves enough nodes."""
         others = sum(_is_there(other) for other in self.node_group.everyone if other is not node)
         return self.leaves_slow_nodes and self.restarts < self.max_restarts and others >= self.min_nodes
 
@@ -222,7 +228,7 @@ class FrontEnd:
 
 
 def _state(outcome: RunOutcome) -> str:
-    """Return how it ended, in one word."""
+    """Return the final state of the run, in one word."""
     if outcome.exit_code == 0:
         return "completed"
     return "interrupted" if outcome.message and outcome.message.startswith("stopped by") else "failed"

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables that say which devices a process sees."""
+"""Variables that restrict the devices visible to a process."""
 _COUNT = "import torch; print(torch.cuda.device_count())"
 
 
 def count() -> int:
-    """Return the number of CUDA devices that this environment shows to a rank: 0 without torch or without CUDA."""
+    """Return the number of CUDA devices visible to a rank in this environment; 0 without torch or CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return 0
@@ -27,7 +27,7 @@ def count() -> int:
 
 
 def _cuda_devices() -> int:
-    """Ask the driver, which knows CUDA_VISIBLE_DEVICES in all its spellings."""
+    """Query the driver, which understands every form of CUDA_VISIBLE_DEVICES."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,15 +1,16 @@
-"""Both ends of a TCP connection prove that they know one token, and then sign every line that they send.
+"""Mutual authentication of a TCP connection by a shared token, and signatures on every line sent over it.
 
-    caller    NONCE                                   who connects
-    listener  NONCE                                   who waits; before the caller's proof it says no more
+    caller    NONCE                                   the side that connects
+    listener  NONCE                                   the side that waits; no more before the caller's proof
     caller    CLAIM PROOF("caller", CLAIM)            CLAIM: which node it is
     listener  PROOF("listener", CLAIM)
 
-A proof is the HMAC of role, both nonces and claim: none can be used for the other side, another node or another time.
-Lines are signed with keys made of token and nonces, and counted: who stands in between can cut the stream, but can
-neither change, add, repeat nor leave out a line. It can read them: nothing secret may travel (`secret.py`).
+A proof is the HMAC of role, both nonces and claim, so that it is useless for the other side, another node or
+another connection. Lines are signed with keys derived from the token and the nonces, and numbered: a man in
+the middle can cut the stream, but cannot change, add, repeat or drop a line. It can read them, so no secret
+may be sent (`secret.py`).
 
-Standard library only: `dial.py` sends this text to nodes that may have nothing of ours.
+Uses only the standard library: `dial.py` sends this source to nodes where this package may not be installed.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 ANSWER_S = 5.0
-"""How long a stranger may take to prove itself."""
+"""How long an unauthenticated peer may take to prove itself."""
 MOST_STRANGERS = 256
 LONGEST = 200
-"""Bytes of a line before a proof."""
+"""Most bytes of a line before the proof."""
 LONGEST_HELLO = 1 << 26
 NONCE = 32
 SIGN = 64
 
 
 class MessageSigner:
-    """Signs the lines of one direction, or checks them. Each line has its number."""
+    """Signs the lines of one direction, or verifies them. Every line is numbered."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
     def closed(self, text: bytes) -> bytes:
-        """Return `text` behind its signature."""
+        """Return `text` preceded by its signature."""
         return self._next(text) + text
 
     def opened(self, line: bytes) -> bytes:
-        """Return the text of a line.
+        """Verify a line and return its text.
 
         Raises:
-            ValueError: it is not what the other side has sent next.
+            ValueError: it is not what the other side sent next.
         """
         signed, text = bytes(line[:SIGN]), bytes(line[SIGN:])
         if not hmac.compare_digest(signed, self._next(text)):
@@ -62,7 +63,7 @@ class MessageSigner:
 
 
 class SignedSession:
-    """The result of a handshake: seals for what is sent and for what comes, and what the caller says it is."""
+    """The result of a handshake: signers for sent and received lines, and the caller's claim."""
 
     def __init__(self, token: str, nonces: tuple[str, str], claim: str, is_caller: bool) -> None:
         caller, listener = (
@@ -78,11 +79,11 @@ def proof(token: str, role: str, nonces: tuple[str, str], claim: str) -> str:
 
 
 def call(connection: socket.socket, token: str, claim: str, limit_s: float) -> SignedSession:
-    """Return the caller's side, on a connected socket.
+    """Perform the caller's side of the handshake on a connected socket.
 
     Raises:
         OSError: the other side is silent or gone.
-        ValueError: it does not know the token, or does not take this claim.
+        ValueError: the other side does not know the token, or does not accept this claim.
     """
     until, mine = time.monotonic() + limit_s, secrets.token_hex(NONCE // 2)
     connection.settimeout(limit_s)
@@ -97,10 +98,10 @@ def call(connection: socket.socket, token: str, claim: str, limit_s: float) -> S
 
 
 def read_line(connection: socket.socket, until: float) -> str:
-    """Return a line without its end; not a byte more is taken.
+    """Read one line and return it without its end. Nothing beyond it is consumed.
 
     Raises:
-        OSError: it did not come until then (time.monotonic).
+        OSError: it did not arrive before `until` (time.monotonic).
         ValueError: there is none, or it is too long.
     """
     line = b""
@@ -114,7 +115,7 @@ def read_line(connection: socket.socket, until: float) -> str:
 
 
 class PendingConnection:
-    """The listener's side of one connection, which is never waited for."""
+    """The listener's side of one handshake; never blocks."""
 
     def __init__(self, connection: socket.socket, token: str) -> None:
         self.connection, self.until = connection, time.monotonic() + ANSWER_S
@@ -124,11 +125,11 @@ class PendingConnection:
         connection.setblocking(False)
 
     def hear(self) -> None:
-        """Take what has come; `session` is set when it has proved itself.
+        """Process what has arrived; `session` is set once the peer has proved itself.
 
         Raises:
-            OSError: it has gone.
-            ValueError: it does not know the token.
+            OSError: the peer is gone.
+            ValueError: the peer does not know the token.
         """
         data = self.connection.recv(LONGEST)
         self._rest += data
@@ -155,11 +156,13 @@ class PendingConnection:
 def callers(
     server: socket.socket, token: str, until: float = float("inf")
 ) -> Iterator[tuple[socket.socket, SignedSession]]:
-    """Yield those who have proved themselves at a listening socket, as (connection, session), until then
-    (time.monotonic).
+    """Yield (connection, session) for each authenticated peer of a listening socket.
 
-    Nobody waits for a stranger that says nothing, half a line or garbage: all are listened to at once, each has
-    `ANSWER_S`, and of too many the oldest goes.
+    A peer that sends nothing, half a line or garbage delays no other peer: all handshakes run concurrently,
+    each within `ANSWER_S`, and if there are too many the oldest is dropped.
+
+    Args:
+        until: when to stop (time.monotonic).
     """
     strangers: dict[socket.socket, PendingConnection] = {}
     server.setblocking(False)
@@ -176,7 +179,7 @@ def callers(
             if server in ready:
                 try:
                     connection, _ = server.accept()
-                except OSError:  # it has gone again, or there are too many
+                except OSError:  # the peer is gone again, or too many are connected
                     time.sleep(0.01)
                 else:
                     if len(strangers) >= MOST_STRANGERS:
@@ -201,7 +204,8 @@ def callers(
 
 
 def serve_at(connection: socket.socket, session: SignedSession) -> NoReturn:
-    """Become the agent of the front end at the other end: its first line says with which code (`bootstrap.py`)."""
+    """Become the agent of the front end on this connection, whose first line contains the code
+    (`bootstrap.py`)."""
     connection.settimeout(None)
     os.dup2(connection.fileno(), 0)
     os.dup2(connection.fileno(), 1)

@@ -1,4 +1,4 @@
-"""A run that makes no progress: what every rank does, in a few lines, and all stacks in a file."""
+"""Report of a hung run: the state of every rank in a few lines, and all stacks in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)
 _OURS = re.compile(
     r"/torch/|/launcher/(comm|zero|pipeline|engine)/|/threading\.py|/launcher/cluster/rank\.py|<frozen"
 )
-"""Frames in which a rank waits for others; the interesting one is the first other one."""
+"""Frames in which a rank waits for others; the first frame outside of these is the interesting one."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,14 @@ class RankState:
     rank: int
     host: str
     number: int | None
-    """The number of the operation that it began last, counted among the same ranks; None where it has shown nothing."""
+    """The number of the operation that it began last, counted within the same group of ranks; None if it has
+    reported none."""
     text: str
     since_s: float
     stack: str
-    """The stacks of all its threads, as faulthandler writes them; empty where it gave none."""
+    """The stacks of all its threads, as written by faulthandler; empty if it wrote none."""
     among: str = ""
-    """The ranks that all begin that operation, in words; empty for what a rank does alone or with one other."""
+    """The ranks that take part in the operation, in words; empty for local and point-to-point operations."""
 
     @property
     def operation(self) -> str:
@@ -52,18 +53,19 @@ def describe(states: Sequence[RankState], log_dir: str) -> str:
 
 
 def write(states: Sequence[RankState], log_dir: str, file: str = FILE) -> None:
-    """Write the stacks of all ranks into a file of the directory of logs."""
+    """Write the stacks of all ranks to a file in the log directory."""
     parts = []
     for state in states:
         last = f"{state.operation}, {state.since_s:.1f} s ago" if state.number else "nothing shown"
         parts.append(f"==== rank {state.rank} on {state.host}: {last}\n{state.stack or 'no stack'}\n")
-    with contextlib.suppress(OSError):  # a full disk must not hide what hangs
-        Path(log_dir).mkdir(parents=True, exist_ok=True)  # the logs themselves may lie on the nodes only
+    with contextlib.suppress(OSError):  # a full disk must not hide the hang
+        Path(log_dir).mkdir(parents=True, exist_ok=True)  # the logs may exist on the nodes only
         (Path(log_dir) / file).write_text("\n".join(parts), encoding="utf-8")
 
 
 def place(stack: str) -> str | None:
-    """Return `data.py:88 in next_batch`: where the main thread is, outside of what only waits for other ranks."""
+    """Return where the main thread is, `data.py:88 in next_batch`, outside of code that waits for other
+    ranks."""
     threads = re.split(r"\n(?=(?:Current t|T)hread 0x)", "\n" + stack.strip())
     current = [thread for thread in threads if thread.startswith("Current thread")] or threads[-1:]
     frames = [match for line in current[0].splitlines() if (match := _FRAME.match(line))]
@@ -88,7 +90,7 @@ def _who(state: RankState) -> str:
 def _other(state: RankState, most: RankState) -> str:
     if state.number is None:
         return "has shown nothing yet"
-    alike = state.among and state.among == most.among  # else their numbers say nothing of each other
+    alike = state.among and state.among == most.among  # otherwise the numbers are not comparable
     never = alike and state.number < (most.number or 0)
     return f"{'never entered it, its last was' if never else 'was last in'} {state.operation}"
 

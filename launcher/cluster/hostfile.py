@@ -1,7 +1,8 @@
-"""The hostfile: which hosts there are, and which slots each has.
+"""Parser of the hostfile, which lists the hosts and the slots of each.
 
-A line is `NAME slots=COUNT` (slots 0 to COUNT - 1) or `NAME slots=0,2,5-7` (these slots); `#` starts a comment. The
-order of the lines is the order of the nodes. DeepSpeed's grammar, but what it overlooks is an error here.
+A line is `NAME slots=COUNT` (slots 0 to COUNT - 1) or `NAME slots=0,2,5-7` (these slots); `#` starts a
+comment. Nodes are numbered in the order of the lines. The grammar is DeepSpeed's, but mistakes that DeepSpeed
+overlooks are errors here.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from launcher.files import read_small
 
 _LINE = re.compile(
     r"(?P<name>\S+)\s+slots=(?P<slots>\S+)(?:\s+max[_-]slots=\d+)?"
-)  # Open MPI's, without meaning here
+)  # max_slots is Open MPI's, and ignored
 MOST_SLOTS, MOST_NODES, MOST_RANKS = 4096, 1 << 14, 1 << 18
-"""Of a machine, and of a run. Larger numbers are mistakes, which would take hours and all memory to be found."""
+"""Limits of a machine, and of a run. Larger numbers are mistakes that would otherwise take hours and all
+memory to detect."""
 TOO_MANY = f"no machine has more than {MOST_SLOTS:,}"
-LONGEST_NAME = 320  # of a user, and of a host as the DNS has it
+LONGEST_NAME = 320  # a user name and a DNS host name
 FORM = 'write "NAME slots=COUNT", or "NAME slots=0,2,5-7" for certain slots'
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host of a run: what ssh is told (`user@name` and aliases are fine), and the slots that are used there."""
+    """A host of a run: its name as passed to ssh (`user@name` and aliases work), and the slots used there."""
 
     name: str
     slots: tuple[int, ...]
@@ -35,7 +37,7 @@ def read_hostfile(path: str) -> list[Host]:
     """Return the hosts of a file, in its order.
 
     Raises:
-        ConfigError: there is no such file, or a line is wrong; with its number and text.
+        ConfigError: there is no such file, or a line is invalid; the error contains its number and text.
     """
     text = read_small(
         Path(path),
@@ -47,7 +49,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def parse_hostfile(text: str, name: str) -> list[Host]:
-    """Return the same of a text; `name` is what errors call it."""
+    """Parse the text of a hostfile; `name` identifies it in errors."""
     hosts: list[Host] = []
     lines: dict[str, int] = {}
     ranks = 0
@@ -96,7 +98,7 @@ def _slots(text: str, where: str) -> tuple[int, ...]:
 
 
 def check_size(nodes: int, ranks: int, where: str) -> None:
-    """Raise `ConfigError` where a run is larger than any machine."""
+    """Raise `ConfigError` if a run exceeds the size limits."""
     for count, most, noun in ((nodes, MOST_NODES, "hosts"), (ranks, MOST_RANKS, "ranks")):
         if count > most:
             raise ConfigError(

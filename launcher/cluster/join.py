@@ -1,7 +1,7 @@
-"""Nodes that the user starts one by one (`--no_ssh`): each comes to the front end, instead of being called.
+"""Nodes that the user starts one by one (`--no_ssh`), which then connect to the front end.
 
-The front end of node 0 opens a door at the address that all know; every other node knocks. Both sides prove that they
-know the run's token before either says anything (`handshake.py`).
+The front end of node 0 listens at the address that all nodes know; every other node connects to it. Both
+sides prove that they know the run's token before they exchange anything else (`handshake.py`).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from launcher.files import read_small
 
 TOKEN = "LAUNCHER_TOKEN"
 SHORTEST_TOKEN = 16
-"""Characters. Who hears a handshake may try words as long as it likes."""
+"""Characters. An eavesdropper on a handshake can try guesses offline for as long as it likes."""
 ANSWER_S = 5.0
 DECISION_S = 60.0
-"""How long a node that has proved itself waits to hear whether it is wanted."""
+"""How long an authenticated node waits to learn whether it is needed."""
 RETRY_S = 0.5
 logger = logging.getLogger("launcher")
 
 
 def token_of(environment: Mapping[str, str], file: str | None, *, insecure: bool, makes: bool) -> str:
-    """Return what all nodes of a run must know.
+    """Return the token that all nodes of a run share.
 
     Args:
-        environment: may have it as LAUNCHER_TOKEN.
-        file: may have it as its first line; has the last word.
-        insecure: there is none, and whoever reaches the port is believed.
-        makes: where none is named, one is made and printed.
+        environment: may contain it as LAUNCHER_TOKEN.
+        file: may contain it as its first line; takes precedence.
+        insecure: there is no token, and everyone who reaches the port is trusted.
+        makes: if no token is given, create one and print it.
 
     Raises:
-        ConfigError: there is none, or one that is easily guessed.
+        ConfigError: there is no token, or it is easily guessed.
     """
     if insecure:
         if file is not None:
@@ -86,7 +86,7 @@ def _first_line(file: str) -> str:
 
 
 def _printed(token: str) -> str:
-    """Show a new token to the user, and to nobody else."""
+    """Print a new token to the user, and to nobody else."""
     facts = os.fstat(sys.stderr.fileno())
     if stat.S_ISREG(facts.st_mode) and facts.st_mode & 0o077:
         raise ConfigError(
@@ -106,9 +106,9 @@ class JoinServer:
     """The server to which nodes connect.
 
     Args:
-        addr: of this machine, as the others know it.
+        addr: address of this machine, as the other nodes know it.
         port: likewise.
-        token: what they must know.
+        token: the token that nodes must know.
 
     Raises:
         ConfigError: the port is taken.
@@ -128,12 +128,14 @@ class JoinServer:
             ) from None
         self._socket.listen(128)
         self._greeted: queue.SimpleQueue[tuple[socket.socket, SignedSession]] = queue.SimpleQueue()
-        # Who only connects, or is slow, must not hold up the run.
+        # In a thread: a peer that only connects, or is slow, must not hold up the run.
         threading.Thread(target=self._open, daemon=True).start()
 
     def admit(self, nodes: Sequence[Node]) -> None:
-        """Give every connection that has come to its node; one that is there already, or is not yet seen to be lost,
-        is told to come again."""
+        """Hand every new connection to its node.
+
+        A node that is already connected, or not yet known to be lost, is told to try again.
+        """
         while not self._greeted.empty():
             visitor, session = self._greeted.get()
             try:
@@ -159,13 +161,13 @@ class JoinServer:
 def connect(
     addr: str, port: int, node_rank: int, token: str, patience_s: float
 ) -> tuple[socket.socket, SignedSession]:
-    """Return a connection to the front end, which may start later than this node, or want it later.
+    """Connect to the front end, which may start later than this node, or need it only later.
 
     Args:
-        patience_s: how long nobody may open.
+        patience_s: how long to keep trying while nothing answers.
 
     Raises:
-        ConfigError: nobody opens, or somebody who does not know the token.
+        ConfigError: nothing answers, or something that does not know the token.
     """
     deadline, told = time.monotonic() + patience_s, False
     while True:
@@ -194,10 +196,10 @@ def connect(
 
 
 def _wanted(connection: socket.socket, place: str, node_rank: int, token: str) -> SignedSession | None:
-    """Return the session with the front end where it takes this node now.
+    """Return the session with the front end if it accepts this node now, else None.
 
     Raises:
-        ConfigError: it does not know the token, or of such a node.
+        ConfigError: the front end does not know the token, or the run has no such node.
     """
     try:
         session = handshake.call(connection, token, str(node_rank), ANSWER_S)

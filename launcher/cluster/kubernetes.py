@@ -1,6 +1,7 @@
-"""A run as a Kubernetes manifest: one pod a node, each starts `launch --no_ssh` with its own number.
+"""Kubernetes manifest of a run: one pod per node, which starts `launch --no_ssh` with its own node rank.
 
-PyTorchJob is kubeflow.org/v1 (Training Operator), JobSet jobset.x-k8s.io/v1alpha2. JSON is YAML.
+PyTorchJob is kubeflow.org/v1 (Training Operator), JobSet is jobset.x-k8s.io/v1alpha2. The output is JSON,
+which is valid YAML.
 """
 
 from __future__ import annotations
@@ -16,60 +17,60 @@ Object = dict[str, Any]
 CONFIG_DIRECTORY, CONFIG_FILE = "/etc/launch", "ds_config.json"
 PORT = 29500
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-"""Where Kubernetes writes the number of a pod of an indexed Job."""
+"""Where Kubernetes stores the index of a pod of an indexed Job."""
 
 
 @dataclass(frozen=True)
 class PodOptions:
-    """The options that the pods of a run have in common."""
+    """The options shared by all pods of a run."""
 
     name: str
     image: str
     nodes: int
     flags: Sequence[str]
-    """The flags of `launch`, without those that say which node a pod is, and without the configuration."""
+    """The flags of `launch`, except for the configuration and the flags that identify the node of a pod."""
     recipe: Sequence[str]
-    """With its flags."""
+    """The recipe and its flags."""
     gpus: int = 0
-    """Devices of a pod."""
+    """Devices per pod."""
     config: str | None = None
-    """Text of the JSON."""
+    """Text of the JSON configuration."""
     namespace: str | None = None
     environment: Mapping[str, str] | None = None
     secrets: Mapping[str, tuple[str, str]] | None = None
-    """Variables whose values are in a Secret: its name and the key."""
+    """Variables whose values are stored in a Secret, as (name of the Secret, key)."""
     token_secret: str | None = None
     """A Secret whose key `token` becomes LAUNCHER_TOKEN."""
     shared_memory: str | None = None
-    """Most of /dev/shm, as Kubernetes writes sizes; None: no bound but the pod's memory."""
+    """Size limit of /dev/shm, in Kubernetes notation; None: limited only by the pod's memory."""
     claims: Mapping[str, str] | None = None
-    """PersistentVolumeClaim: where it is mounted."""
+    """PersistentVolumeClaim -> mount path."""
     restarts: int = 0
-    """How often a pod that failed is started again."""
+    """How often a failed pod is restarted."""
     run_key: str | None = None
-    """By which a pod that was started again knows the run's own checkpoints."""
+    """Identifies the run, so that a restarted pod recognizes the run's own checkpoints."""
     first_decides: bool = False
-    """The run is over when node 0 is, whatever the others do."""
+    """The run is over when node 0 has ended, regardless of the others."""
     grace_s: float = 0.0
-    """Between SIGTERM and the end of a pod, beyond Kubernetes' own 30 s."""
+    """Seconds between SIGTERM and the end of a pod, in addition to Kubernetes' own 30 s."""
 
 
 @dataclass(frozen=True)
 class WorkloadKind:
-    """A kind of object that starts several pods."""
+    """A kind of Kubernetes object that starts several pods."""
 
     build: Callable[[PodOptions], Object]
     node_rank: str
-    """The number of a pod, as its arguments name it."""
+    """The index of a pod, as its arguments refer to it."""
     first: str
-    """The name of node 0 in the cluster's DNS."""
+    """The DNS name of node 0 in the cluster."""
     container: str
     port: str
     variables: Sequence[Object] = ()
 
 
 def manifest(kind: str, pods: PodOptions) -> str:
-    """Return the text for `kubectl apply -f -`: the configuration, and the run."""
+    """Return the text for `kubectl apply -f -`: the configuration, if any, and the run."""
     items = [KINDS[kind].build(pods)]
     if pods.config is not None:
         metadata = _metadata(pods, f"{pods.name}-config")
@@ -121,7 +122,7 @@ def _job_set(pods: PodOptions) -> Object:
 KINDS = {
     "pytorchjob": WorkloadKind(
         _pytorch_job,
-        # The operator counts pods in RANK, the master first.
+        # The operator numbers the pods in RANK, starting with the master.
         *("$(RANK)", "{name}-master-0", "pytorch", "pytorchjob-port"),
     ),
     "jobset": WorkloadKind(
@@ -190,5 +191,5 @@ def _variables(kind: WorkloadKind, pods: PodOptions) -> list[Object]:
 
 
 def _plain(text: str) -> str:
-    """Return the text without anything that Kubernetes would expand: it takes $(NAME) for a variable, and $$ for $."""
+    """Escape what Kubernetes would expand: it replaces $(NAME) by a variable and $$ by $."""
     return text.replace("$", "$$")

@@ -1,8 +1,8 @@
-"""The ranks of this machine: started, watched, and ended as one.
+"""The ranks of this machine, started, monitored and ended together.
 
-When one rank dies, however it dies, the others are stopped within a grace time and a moment, and the rank that failed
-first is named. Standard library only: torch's process machinery would cost each node an import of torch before the
-first rank starts. Its error files and variables are the ones used here.
+When one rank dies, for whatever reason, the others are stopped within a short grace period, and the rank that
+failed first is reported. torch's elastic launcher is not used: it would cost each node an import of torch
+before the first rank starts. The error files and environment variables are torch elastic's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PIECE = 1 << 16
 
 
 class LocalRanks:
-    """The ranks of a share. `poll` until it is not None, then `finish`; `finish` alone stops them.
+    """Runs the ranks of one `NodeSpec`. Call `poll` until it is not None, then `finish`, which stops them.
 
     Raises:
         ConfigError: they cannot be started: the log directory cannot be written, a program is missing, ...
@@ -72,7 +72,7 @@ class LocalRanks:
         return [process.pid for process in self._processes]
 
     def poll(self) -> bool | None:
-        """Return None while they run; then whether all went well."""
+        """Return None while the ranks run, False once one has failed, and True if all have succeeded."""
         codes = [process.poll() for process in self._processes]
         if any(codes):
             return False
@@ -82,7 +82,7 @@ class LocalRanks:
         return True
 
     def output(self) -> list[tuple[int, bytes]]:
-        """Return (rank, what it printed since) of the ranks that are shown."""
+        """Return (rank, new output) of the ranks whose output is shown."""
         pieces = []
         for shown, file in self._outputs.items():
             if data := file.read(PIECE):
@@ -92,12 +92,13 @@ class LocalRanks:
         return pieces
 
     def resize(self, rows: int, columns: int) -> None:
-        """Note that the user's terminal has another size now."""
+        """Set the size of rank 0's terminal to that of the user's terminal."""
         if self._terminal is not None:
             self._terminal.resize(rows, columns)
 
     def finish(self, grace_s: float = processes.GRACE_S, hurry: Callable[[], bool] | None = None) -> None:
-        """End every process of the ranks, however deep: SIGTERM, `grace_s` seconds or until `hurry`, SIGKILL."""
+        """End all processes of the ranks, descendants included: SIGTERM, up to `grace_s` seconds or until
+        `hurry` returns True, then SIGKILL."""
         if self._failed is None:
             codes = {r: process.poll() for r, process in enumerate(self._processes)}
             self._failed = {r: code for r, code in codes.items() if code}
@@ -107,7 +108,7 @@ class LocalRanks:
             process.poll()
 
     def stalled_s(self) -> float | None:
-        """Return for how long no rank of this node has begun anything; None where none has ever."""
+        """Return for how many seconds no rank of this node has begun an operation; None if none ever has."""
         signs = (
             [flight_recorder.read(self._watched / f"{r}.beacon") for r in self._every()]
             if self._watched
@@ -116,11 +117,11 @@ class LocalRanks:
         return min((sign.since_s for sign in signs if sign is not None), default=None)
 
     def request_stacks(self) -> None:
-        """Have every rank write where its threads are; `states` reads it a moment later."""
+        """Have every rank write the stacks of its threads; `states` reads them a moment later."""
         processes.signal_all(self.pids, rank.SHOW_STACKS)
 
     def states(self) -> list[dict[str, Any]]:
-        """Return what each rank does: the fields of `hang.RankState` but for the host."""
+        """Return the state of each rank: the fields of `hang.RankState` except for the host."""
         found: list[dict[str, Any]] = []
         if self._watched is None:
             return found
@@ -140,7 +141,7 @@ class LocalRanks:
         return found
 
     def status(self) -> list[dict[str, Any]]:
-        """Return what each rank does, and the times of its steps: plain values, for `RunStatus.take`."""
+        """Return what each rank is doing and its step times, as plain values for `RunStatus.take`."""
         found: list[dict[str, Any]] = []
         if self._watched is None:
             return found
@@ -171,7 +172,8 @@ class LocalRanks:
             file.close()
 
     def failure(self) -> Failure | None:
-        """Return, after `finish`, the first failure of what failed before it; None where nothing had."""
+        """Return the first failure among the ranks that had failed before `finish`, if any. Call it after
+        `finish`."""
         share = self.share
         found = {r: read_record(str(share.record(r))) for r in self._every()}
         records: dict[int, ErrorRecord] = {r: record for r, record in found.items() if record is not None}
@@ -201,7 +203,7 @@ class LocalRanks:
             self._watched = self._scratch.path
         common = {**os.environ, **share.environment, **self._devices()}
         if share.nodes > 1 and "GLOO_SOCKET_IFNAME" not in common:
-            # gloo would take the address that the host's own name has, which is often a loopback.
+            # By default gloo uses the address of the host's own name, which is often a loopback address.
             interface = facts.interface_towards(share.master_addr, share.master_port)
             common |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         shares = None
@@ -241,11 +243,11 @@ class LocalRanks:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the front end
+            start_new_session=True,  # Ctrl-C must reach only the front end
         )
 
     def _devices(self) -> dict[str, str]:
-        """Return the mask that shows the chosen slots only."""
+        """Return the variable that makes only the chosen slots visible."""
         slots = self.share.slots
         if slots is None:
             return {}

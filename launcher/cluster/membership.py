@@ -1,16 +1,18 @@
-"""Decides, in one place for all ranks, which replicas of a run train together from one step to the next.
+"""Central decision about which replicas of a run train together from one step to the next.
 
-A replica trains alone but for the mean of gradients, and may die. Its ranks ask here before they first train, and again
-whenever an exchange with the other replicas has failed, or another replica waits to join. Once all ranks of all
-replicas that are still there have asked, an epoch begins: its members, and where their ranks meet.
+Replicas are independent except for the averaging of gradients, and any of them may die. The ranks of a
+replica ask here before they first train, and again whenever an exchange with the other replicas has failed or
+another replica waits to join. Once all ranks of all live replicas have asked, an epoch begins: it has
+members, and an address where their ranks meet.
 
 [Note: the step that one has made, and another has not]
 
-In a step, replicas exchange gradients; then each tells the others that it has the result, and makes the step when all
-have told it so. Whoever makes a step therefore knows that every other member has its result. A replica that dies
-between two of these messages leaves some members behind: they have the result, and have not heard from it. On the next
-epoch they are told to make the step as well. Where no member has made it, all forget the result, and exchange the
-gradients, which they still have, without the one that has died.
+In a step, replicas exchange gradients. Then each of them tells the others that it has the result, and applies
+the step once all have told it so. A replica that applies a step therefore knows that every other member has
+the result. A replica that dies between two of these messages leaves some members behind: they have the
+result, but have not heard from it. In the next epoch they are told to apply the step as well. If no member
+has applied it, all discard the result and repeat the exchange, with gradients that they still have, without
+the dead replica.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
 Outgoing: TypeAlias = tuple[int, int, Message]
-"""(Replica, rank in it, what it is told)."""
+"""(replica, rank in it, message)."""
 
 
 @dataclass
@@ -29,10 +31,11 @@ class Question:
     """The request of a rank.
 
     Args:
-        step: of its weights.
-        kind: "fresh": it has just started; "boundary": between two steps; "failed": within the step after `step`.
-        has_result: of that step.
-        address: where it waits for others, if it is the first of them.
+        step: the step of its weights.
+        kind: "fresh": it has just started; "boundary": between two steps; "failed": within the step after
+            `step`.
+        has_result: whether it has the result of the step after `step`.
+        address: where it listens, for the case that it is the first member.
     """
 
     step: int
@@ -43,7 +46,7 @@ class Question:
 
 @dataclass
 class Replica:
-    """The state of one replica, as far as it is known."""
+    """The known state of one replica."""
 
     attempt: int = -1
     present: set[int] = field(default_factory=set)
@@ -51,7 +54,7 @@ class Replica:
     asked: dict[int, Question] = field(default_factory=dict)
     member: bool = False
     ended: bool = False
-    """It does not come again."""
+    """It will not come back."""
     since: float = 0.0
     """When the first of its ranks asked."""
 
@@ -60,18 +63,18 @@ class Replica:
 
 
 class Membership:
-    """The decisions. All times are seconds of one clock, and nothing is ever waited for here.
+    """Makes the decisions. All times are seconds of one clock, and no method blocks.
 
     Args:
-        replicas: how many there are.
-        ranks: of each.
-        start_s: how long a run without members waits for replicas that are not there, once one is ready.
-        answer_s: how long members wait for one that is connected and does not ask, before they go on without it. It may
-            be computing: longer than a step.
+        replicas: number of replicas.
+        ranks: number of ranks in each.
+        start_s: how long a run without members waits for missing replicas, once one is ready.
+        answer_s: how long members wait for a connected replica that does not ask, before they continue
+            without it. It may be computing, so this must be longer than a step.
 
     Attributes:
-        over: one replica has written what the run leaves: all others end.
-        closed: nobody joins any more.
+        over: one replica has written the results of the run: all others end.
+        closed: no further replica may join.
     """
 
     def __init__(self, replicas: int, ranks: int, start_s: float = 600.0, answer_s: float = 120.0) -> None:
@@ -83,7 +86,7 @@ class Membership:
         self._ending: dict[int, set[int]] = {}
         self._writer: int | None = None
 
-    # ---- what happens -----------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------
 
     def connected(self, replica: int, rank: int, attempt: int) -> None:
         one = self.replicas[replica]
@@ -93,20 +96,20 @@ class Membership:
         one.present.add(rank)
 
     def is_current(self, replica: int, attempt: int) -> bool:
-        """Return whether ranks of that attempt still count."""
+        """Return whether messages of this attempt still count."""
         return attempt == self.replicas[replica].attempt
 
     def gone(self, replica: int, attempt: int) -> None:
-        """A rank has gone: its replica cannot go on."""
+        """Record that a rank is gone: its replica cannot continue."""
         if self.is_current(replica, attempt):
             self.replicas[replica].leave()
-            self.replicas[replica].attempt += 1  # what others of its ranks say does not count
+            self.replicas[replica].attempt += 1  # messages of its other ranks no longer count
             self._ending.pop(replica, None)
             if self._writer == replica:
                 self._writer = None
 
     def ended(self, replica: int) -> None:
-        """The replica has ended, and is not started again."""
+        """Record that the replica has ended and will not be restarted."""
         self.replicas[replica].leave()
         self.replicas[replica].ended = True
 
@@ -115,21 +118,21 @@ class Membership:
         one.since = one.since if one.asked else now
         one.member = (
             one.member and question.kind != "fresh"
-        )  # it got no state: whoever was to send it has died
+        )  # fresh: it received no state, because the replica that was to send it has died
         one.asked[rank] = question
 
     def at_the_end(self, replica: int, rank: int) -> None:
-        """A rank has made all steps."""
+        """Record that a rank has completed all steps."""
         self._ending.setdefault(replica, set()).add(rank)
 
     def has_written(self) -> None:
-        """One replica has written what the run leaves."""
+        """Record that one replica has written the results of the run."""
         self.over = True
 
-    # ---- what follows -----------------------------------------------------------------------
+    # ---- decisions --------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Outgoing]:
-        """Return what is to be said now."""
+        """Return the messages to send now."""
         return [*self._end(), *self._expel(now), *self._begin(now), *self._tell_of_waiting()]
 
     def _end(self) -> Iterator[Outgoing]:
@@ -158,7 +161,7 @@ class Membership:
         return len(self.replicas[number].asked) == self.ranks
 
     def _expel(self, now: float) -> Iterator[Outgoing]:
-        """Leave out members that hang while others wait for them."""
+        """Remove members that hang while others wait for them."""
         members = self._members
         waiting = [self.replicas[number].since for number in members if self._ready(number)]
         if waiting and now - min(waiting) > self.answer_s:
@@ -175,7 +178,7 @@ class Membership:
         one.attempt += 1
 
     def _begin(self, now: float) -> Iterator[Outgoing]:
-        """Begin an epoch where everybody who is there has asked."""
+        """Begin an epoch once all members have asked, or enough new replicas if there are no members."""
         members = [number for number in self._members if number not in self._ending]
         fresh = [n for n, one in enumerate(self.replicas) if not one.member and self._ready(n)]
         if members:
@@ -189,7 +192,7 @@ class Membership:
                     members.remove(number)
             questions = [q for number in members for q in self.replicas[number].asked.values()]
             if any(q.kind == "failed" and q.step == newest for q in questions):
-                fresh = []  # within a step nobody can join
+                fresh = []  # no replica can join within a step
             step = newest
         else:
             lacking = [one for n, one in enumerate(self.replicas) if not one.ended and n not in fresh]
@@ -223,7 +226,7 @@ class Membership:
             self.replicas[number].member, self.replicas[number].asked = True, {}
 
     def _tell_of_waiting(self) -> Iterator[Outgoing]:
-        """Tell members once in an epoch that somebody waits to join; they ask after their step."""
+        """Notify members, once per epoch, that a replica waits to join; they ask after their step."""
         waits = any(not one.member and self._ready(number) for number, one in enumerate(self.replicas))
         if not waits or self._told == self.epoch or not self._members:
             return
@@ -234,5 +237,5 @@ class Membership:
 
 
 def _can_reach(question: Question, step: int) -> bool:
-    """Return whether a member has the weights of that step, or what makes them."""
+    """Return whether a member has the weights of that step, or the result from which to compute them."""
     return question.step == step or (question.step == step - 1 and question.has_result)

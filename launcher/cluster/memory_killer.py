@@ -11,8 +11,8 @@ ALLOWANCE = "use less memory per rank, or give the job more"
 
 
 def kills() -> int | None:
-    """Return how many processes of this one's control group have been killed for memory; None where nothing counts
-    them."""
+    """Return how many processes of this cgroup were killed for lack of memory; None if that is not
+    counted."""
     for file in _counters():
         try:
             match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
@@ -24,10 +24,10 @@ def kills() -> int | None:
 
 
 def evidence(pid: int, kills_before: int | None) -> str | None:
-    """Return the evidence that process `pid` was killed for memory; None if there is none.
+    """Return the evidence that process `pid` was killed for lack of memory; None if there is none.
 
     Args:
-        kills_before: `kills()` before it started.
+        kills_before: `kills()` before the process started.
     """
     now = kills()
     if now is not None and kills_before is not None and now > kills_before:
@@ -60,7 +60,7 @@ def _in_kernel_log(pid: int) -> bool:
         while True:
             try:
                 record = os.read(log, 8192)
-            except BrokenPipeError:  # overwritten while we read: go on with the next
+            except BrokenPipeError:  # overwritten while being read: skip to the next
                 continue
             if not record:
                 return False

@@ -1,4 +1,4 @@
-"""`Node`: one host of a run as the front end sees it: a command that runs there, and the lines it exchanges."""
+"""`Node`: the front end's connection to one host, by a command that starts the agent, and its messages."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from launcher.cluster.hostfile import Host
 from launcher.cluster.wire import Message, MessageReader, MessageWriter
 
 ONE_LINE = 'import json; hello = json.loads(open(0, "rb", 0, closefd=False).readline()); exec(hello["code"])'
-"""What Python is told to run on a node. Without what a shell could take: ', %, $, a backslash, a line break."""
+"""The program that Python runs on a node. It contains nothing that a shell could change: ', %, $, backslash,
+newline."""
 ERRORS_KEPT = 8
 IDLE_TALK = ("srun: cluster configuration lacks support for cpu binding",)
-"""What runners say that is never why an agent has ended."""
+"""Output of runners that never explains why an agent has ended."""
 DRAIN_S = 0.5
 
 
 @dataclass(frozen=True)
 class ConnectionAttempt:
-    """A node's try to reach another."""
+    """A node's attempt to reach another one."""
 
     target: str
     port: int
     reached: tuple[str, ...]
     """Addresses that answered."""
     why: str | None
-    """The reason why another address could not be used."""
+    """Why another address could not be used."""
 
 
 class Node:
@@ -43,21 +44,23 @@ class Node:
     Args:
         host: name and slots.
         index: its number among all nodes.
-        command: what starts Python with ONE_LINE there, with this process's pipes; empty where it comes by itself.
+        command: starts Python with ONE_LINE on the host, connected to pipes of this process; empty if the
+            node connects on its own.
         dials: the command forwards no input; see `dial.py`.
-        here: it is this machine, whose pipes always tell when a process has died; silence then only means a busy or
-            stopped one.
+        here: it is this machine, whose pipes always reveal that a process has died. Silence then only means
+            that the process is busy or stopped.
 
     Attributes:
-        facts: what the agent found; None until it has arrived.
-        heard: when the last message came (time.monotonic).
-        lost: why it is gone; None while it is there.
+        facts: the facts reported by the agent; None until it has answered.
+        heard: when the last message arrived (time.monotonic).
+        lost: why the node is gone; None while it is not.
         running: it has ranks.
-        left_out: no attempt uses it any more, though it is there: it was slow.
-        pids: of its ranks, there.
-        complete: its ranks have ended, all of them well.
-        tries: how it reached others before the ranks started (`rendezvous.py`).
-        copy: the directory there of what was shipped (`sync.py`); None where nothing was, to this agent.
+        left_out: no further attempt uses it, although it is reachable, because it was slow.
+        pids: process ids of its ranks, on that host.
+        complete: its ranks have ended, all of them successfully.
+        tries: its attempts to reach other nodes before the ranks started (`rendezvous.py`).
+        copy: the directory on the host with the shipped files (`sync.py`); None if nothing was shipped to
+            this agent.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Node:
         return self.lost is None and (self._process is not None or self._connection is not None)
 
     def connect(self, hello: Message) -> None:
-        """Start the agent and tell it who it is."""
+        """Start the agent and send its first message."""
         self.heard, self.copy = time.monotonic(), None
         self._first = {**hello, "code": Path(bootstrap.__file__).read_text(encoding="utf-8")}
         if not self.command:
@@ -96,7 +99,7 @@ class Node:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the front end, which ends the agents in order
+                start_new_session=True,  # Ctrl-C must reach only the front end, which ends agents in order
             )
         except OSError as error:
             self.lost = f"{self.command[0]} cannot be started: {error.strerror}"
@@ -105,7 +108,7 @@ class Node:
         self.reader = MessageReader(self._process.stdout.fileno())
         self.writer = MessageWriter(self._process.stdin.fileno())
         os.set_blocking(self._process.stderr.fileno(), False)
-        # The first line is not marked: what reads it knows nothing of marks.
+        # The first line has no mark: ONE_LINE, which reads it, does not handle marks.
         if not self.dials:
             self.writer.send_plain(self._first)
 
@@ -114,11 +117,11 @@ class Node:
             self.writer.send({"do": do, **more})
 
     def descriptors(self) -> list[int]:
-        """Return what to wait for until there is something to read."""
+        """Return the descriptors to poll for input."""
         return [self.reader.fd] if self.connected and not self.reader.ended else []
 
     def read(self) -> list[Message]:
-        """Return the messages that have come. Notices when the connection has ended: `lost` then says why."""
+        """Return the messages that have arrived. If the connection has ended, set `lost` to the reason."""
         if not self.connected:
             return []
         messages = self.reader.read()
@@ -130,7 +133,7 @@ class Node:
         if messages:
             self.heard = time.monotonic()
         for told in [message for message in messages if message["is"] == "problem"]:
-            self.give_up(f"{told['what']} ({told['fix']})")  # its end, which may have come with it, says less
+            self.give_up(f"{told['what']} ({told['fix']})")  # before `_why_ended`, which explains less
         if self.connected and self.reader.ended:
             self.lost = self._why_ended()
         return messages
@@ -142,11 +145,11 @@ class Node:
         self.close()
 
     def hang_up(self) -> None:
-        """End the connection; the agent notices."""
+        """Close the connection, which the agent notices."""
         if self._connection is not None:
             with contextlib.suppress(
                 OSError
-            ):  # what was said must arrive: closed with unread data it would be lost
+            ):  # closing a socket with unread data would discard messages that were sent
                 self._connection.shutdown(socket.SHUT_WR)
                 self._connection.settimeout(DRAIN_S)
                 while self._connection.recv(1 << 16):
@@ -159,7 +162,7 @@ class Node:
         self._connection = None
 
     def close(self, wait_s: float = 0.5) -> None:
-        """Hang up, and see that the command which started the agent ends within `wait_s`."""
+        """Hang up, and make sure that the command that started the agent ends within `wait_s`."""
         self.hang_up()
         process, self._process = self._process, None
         if process is None:
@@ -171,14 +174,14 @@ class Node:
         process.wait()
 
     def adopt(self, connection: socket.socket, session: SignedSession) -> None:
-        """Take a connection to the agent as the control stream, and tell it who it is."""
+        """Use a connection to the agent as the control stream, and send the first message."""
         self._connection, self.heard, self.copy = connection, time.monotonic(), None
         self.reader = MessageReader(connection.fileno(), session.takes)
         self.writer = MessageWriter(connection.fileno(), session.sends)
         self.writer.send_plain(self._first)
 
     def complaint(self) -> str:
-        """Return the last thing that the command said which started the agent."""
+        """Return the last output of the command that started the agent."""
         said = self._errors.decode(errors="replace").splitlines()
         lines = [line for line in said if line.strip() and not any(text in line for text in IDLE_TALK)]
         noise = self.reader.noise if self._process is not None else []

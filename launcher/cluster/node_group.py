@@ -1,4 +1,4 @@
-"""`NodeGroup`: all nodes of a run, connected in parallel and listened to in one loop."""
+"""`NodeGroup`: all nodes of a run, connected in parallel and polled in one loop."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ logger = logging.getLogger("launcher")
 
 @dataclass(frozen=True)
 class NodeTimeouts:
-    """The time limits of nodes, in seconds."""
+    """Time limits for nodes, in seconds."""
 
     connect_s: float = 9.0
     """From the start of a connection until the agent answers."""
     silence_s: float = 12.0
-    """Without a word from a node it is taken for lost; without a word from the front end an agent ends its ranks."""
+    """A node that is silent for this long counts as lost; an agent whose front end is silent for this long
+    ends its ranks."""
     grace_s: float = 3.0
-    """Between SIGTERM and SIGKILL for ranks."""
+    """Between SIGTERM and SIGKILL to ranks."""
     return_s: float = 9.0
-    """A restart that can do without the nodes that are not there waits for them so long."""
+    """How long a restart waits for missing nodes that it can do without."""
     fan_out: int = 64
-    """Connections that are set up at the same time."""
+    """Connections that are set up concurrently."""
 
     @property
     def beat_s(self) -> float:
-        """Return how often each side says that it is alive."""
+        """Return the heartbeat interval of both sides."""
         return self.silence_s / 6
 
 
 class NodeGroup:
-    """The nodes, and what they say.
+    """The nodes of a run, and their messages.
 
     Args:
         nodes: in the order of their ranks.
         timeouts: see `NodeTimeouts`.
-        admit: called in every turn with all nodes; it may let some in (`join.py`).
+        admit: called with all nodes in every iteration; it may connect some of them (`join.py`).
 
     Attributes:
-        everyone: all nodes, those included that are lost or in reserve.
-        nodes: those that the present attempt runs on.
-        ending: ranks are being ended, which keeps agents busy for longer than they may be silent otherwise.
+        everyone: all nodes, including lost nodes and those in reserve.
+        nodes: the nodes of the current attempt.
+        ending: ranks are being ended, which may keep agents silent for longer than is allowed otherwise.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class NodeGroup:
         self._beaten = time.monotonic()
 
     def connect(self, nodes: Iterable[Node], hello: Callable[[Node], Message]) -> Iterator[None]:
-        """Connect to `nodes`. Yields in between, for who wants to look at something else, or to wait no longer; ends
-        when each has arrived (`facts`) or is `lost`."""
+        """Connect to `nodes`, until each has answered (`facts`) or is `lost`.
+
+        Yields between polls, so that the caller can do other work or stop waiting.
+        """
         waiting, arriving = list(nodes), self._arriving
         try:
             while waiting or arriving:
@@ -94,8 +97,11 @@ class NodeGroup:
             arriving.clear()
 
     def events(self) -> Iterator[tuple[Node, Message]]:
-        """Yield what the nodes of the attempt say within one turn; `{"is": "lost"}`, once, for one that has gone (see
-        `Node.lost`). Other nodes arrive meanwhile, and are held in reserve."""
+        """Poll once, and yield the messages of the attempt's nodes.
+
+        A node that is gone yields `{"is": "lost"}` once (see `Node.lost`). Other nodes that connect meanwhile
+        are held in reserve.
+        """
         if self.admit is not None:
             self.admit(self.everyone)
         poll = select.poll()
@@ -126,13 +132,13 @@ class NodeGroup:
             node.send(do, **more)
 
     def forget(self, node: Node) -> None:
-        """Let a lost node be connected to again."""
+        """Reset a lost node, so that it can be connected again."""
         node.close()
         node.lost = node.facts = None
         self._told_lost.discard(node)
 
     def close(self) -> None:
-        """Let the agents go."""
+        """Dismiss all agents and close their connections."""
         self.tell(self.everyone, "bye")
         for node in self.everyone:
             node.hang_up()
@@ -150,13 +156,13 @@ class NodeGroup:
             if node.lost is None:
                 continue
             if node not in self.nodes and node not in self._arriving:
-                self.forget(node)  # it may come back as it likes
+                self.forget(node)  # it may reconnect at any time
             elif node not in self._told_lost:
                 self._told_lost.add(node)
                 yield node, {"is": "lost"}
 
     def _arrives(self, node: Node, message: Message) -> bool:
-        """Return whether the message is about the arrival of a node, which is then noted."""
+        """Return whether the message is about the arrival of a node; if so, record it."""
         if message["is"] == "here":
             node.facts = {**message["facts"], "arrived": time.time()}
             if node not in self.nodes and node not in self._arriving:

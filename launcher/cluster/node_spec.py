@@ -1,4 +1,4 @@
-"""`NodeSpec`: what one node runs of a job; the same for all nodes but for a few numbers."""
+"""`NodeSpec`: the part of a job that one node runs; it differs between nodes only in a few numbers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import IO
 
 MEMORY_VARIABLE = "LAUNCHER_MEMORY"
-"""Tells ranks where the agent of their node holds memory for `checkpoint.peer_memory`."""
+"""Names the directory that the agent of a node provides for `checkpoint.peer_memory`."""
 
 
 def open_log(path: Path, *, keep: bool) -> IO[bytes]:
-    """Return a log for writing, unbuffered. What ranks print may be nobody else's business.
+    """Open a log for writing, unbuffered, and readable by its owner only: the output of ranks may be private.
 
     Args:
-        keep: go on after what it holds already, as a restart does.
+        keep: append to what the file already contains, as a restart does.
     """
 
     def private(name: str, flags: int) -> int:
@@ -45,32 +45,34 @@ class NodeSpec:
     shown: Sequence[int] = (0,)
     """Ranks whose output goes to the front end as well as to their logs."""
     terminal: tuple[int, int] | None = None
-    """Rows and columns of the user's terminal, which rank 0 then thinks it has; None where there is none."""
+    """Rows and columns of the user's terminal, which rank 0 sees as its own; None if there is no terminal."""
     append_local_rank: bool = False
     """Append `--local_rank=N` to the arguments, as DeepSpeed's launcher does."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for every rank, beside those that say who it is."""
+    """Variables for every rank, in addition to those that identify it."""
     bind_cores: str | None = None
-    """Cores to share out among the ranks, `""` for all; None leaves that to the operating system."""
+    """Cores to divide among the ranks, `""` for all; None leaves placement to the operating system."""
     slots: Sequence[int] | None = None
-    """Devices to show to the ranks, counted as in the hostfile; None shows what is visible anyway."""
+    """Devices visible to the ranks, numbered as in the hostfile; None does not restrict them."""
     run: str = ""
-    """The same for all attempts of a run, and for no other run."""
+    """Identifies the run: the same for all its attempts, and different from every other run."""
     owned: str | None = None
-    """A directory that the run must have for itself (`owner.py`); the agent of rank 0 takes it."""
+    """A directory that the run must own exclusively (`owner.py`); the agent of rank 0 claims it."""
     watched: bool = False
-    """Ranks show what they do, and can be asked for their stacks."""
+    """Ranks report what they are doing, and can be asked for their stacks."""
     attempt: int = 0
-    """0, then one more with every restart; the same on all nodes."""
+    """0 at first, incremented by every restart; the same on all nodes."""
 
     def log(self, local_rank: int) -> Path:
         return Path(self.log_dir) / f"{self.log_prefix}rank{self.first_rank + local_rank}.log"
 
     def record(self, local_rank: int) -> Path:
-        """Return where a rank writes how it failed. Scripts of two runs may share a directory of logs, and no
-        failure."""
+        """Return the path to which a rank writes how it failed.
+
+        Scripts of two runs may share a log directory, but must not share failure records.
+        """
         suffix = f".{self.run[:8]}.error.json" if self.run else ".error.json"
         return self.log(local_rank).with_suffix(suffix)
 
@@ -78,7 +80,7 @@ class NodeSpec:
         return [*([f"--local_rank={local_rank}"] if self.append_local_rank else []), *self.arguments]
 
     def identity(self, local_rank: int) -> dict[str, str]:
-        """Return the variables that tell a rank who it is."""
+        """Return the variables that identify a rank."""
         return {
             "RANK": str(self.first_rank + local_rank),
             "LOCAL_RANK": str(local_rank),

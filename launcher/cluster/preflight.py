@@ -1,4 +1,4 @@
-"""The check that all nodes are ready, from what their agents found: one table of all problems, host by host."""
+"""Readiness check of all nodes, from the facts that their agents report: one table of all problems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.cluster.node import ConnectionAttempt, Node
 from launcher.errors import ConfigError
 
 CLOCK_S = 30.0
-LEAST_MEMORY = 256 << 20  # bytes for each rank: less cannot even import torch
+LEAST_MEMORY = 256 << 20  # bytes per rank: torch cannot even be imported with less
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,18 @@ class NodeRequirements:
     """The requirements of a run on its nodes."""
 
     files: Mapping[str, str | None]
-    """Digests, here, of the files that the ranks read."""
+    """Digests of the files that the ranks read, on this machine."""
     device: str
     """`auto`, `cuda` or `cpu`."""
     compare: bool = True
-    """Several nodes must be alike; one need not be."""
+    """Require the same versions on all nodes; not needed for a single node."""
 
 
 def judge(nodes: Sequence[Node], needs: NodeRequirements) -> None:
-    """Refuse nodes that are not ready.
-    ConfigError: some node is not ready; nothing has been started.
+    """Raise an error if nodes are not ready.
+
+    Raises:
+        ConfigError: some node is not ready; nothing has been started.
     """
     walls = _walls(nodes)
     rows = [
@@ -43,7 +45,7 @@ def judge(nodes: Sequence[Node], needs: NodeRequirements) -> None:
 
 
 def refuse(rows: Sequence[tuple[str, str]], hosts: int) -> None:
-    """Say what is wrong, as rows of (host, what), with so many hosts in all; nothing where there is no row.
+    """Report problems as (host, problem) rows, if there are any; `hosts` is the number of all hosts.
 
     Raises:
         ConfigError: with the table.
@@ -58,7 +60,7 @@ def refuse(rows: Sequence[tuple[str, str]], hosts: int) -> None:
 
 
 def _wrong(node: Node, nodes: Sequence[Node], needs: NodeRequirements) -> Iterator[str]:
-    """Yield what is wrong with one node."""
+    """Yield the problems of one node."""
     facts = node.facts
     if node.lost is not None or facts is None:
         yield _why_unreachable(node)
@@ -92,9 +94,9 @@ WALL = "is there a firewall? ranks talk to one another on any port"
 
 
 def _walls(nodes: Sequence[Node]) -> dict[str, list[str]]:
-    """Return who cannot reach whom, reported for the host that is to blame where that can be seen.
+    """Return which hosts cannot reach which others, reported for the host at fault if that can be determined.
 
-    A host that none of several others reach, who reach one another, is behind a wall itself.
+    A host that several others cannot reach, although they reach one another, is behind a firewall itself.
     """
     walls: dict[str, list[str]] = defaultdict(list)
     failed = [(node.name, one) for node in nodes for one in node.tries if not one.reached]
@@ -119,7 +121,7 @@ def _walls(nodes: Sequence[Node]) -> dict[str, list[str]]:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return all names, or of many the first and the last ones."""
+    """Return all names, or only the first ones and the last one if there are many."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ..., {names[-1]}"
 
 
@@ -144,7 +146,7 @@ def _why_unreachable(node: Node) -> str:
 
 
 def _most(values: Sequence[str | None]) -> str | None:
-    """Return what most have; of equally frequent ones the first."""
+    """Return the most common value; among equally common values, the first."""
     return Counter(values).most_common(1)[0][0]
 
 

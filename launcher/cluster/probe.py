@@ -1,6 +1,6 @@
-"""The check that nodes reach one another: each opens a port, says a word to who connects, and tries the others' ports.
+"""Connectivity check of the nodes: each opens a port, answers peers with a word, and tries others' ports.
 
-The word tells that it was the right node that answered: the same private address is often found on many machines.
+The word proves that the right node has answered: many machines may use the same private address.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from launcher.cluster.wire import Message
 
 REACH_S = 3.0
-"""How long a try to connect may take."""
+"""How long an attempt to connect may take."""
 SETTLE_S = 0.5
-"""How long other addresses of a host are tried when one has answered."""
+"""How long to keep trying other addresses of a host once one has answered."""
 NAMES_S = 2.0
-"""How much longer a name service may take than a connection."""
+"""How much longer than a connection a name lookup may take."""
 WAITING = f"no answer within {REACH_S:g} s"
-"""What is said of an address that has not answered, yet or at all."""
+"""The result for an address that has not answered, yet or at all."""
 
 
 class ProbeServer:
-    """A port that is open for the tries of others. That of the first node is held for its rank 0, which takes it."""
+    """A port that is open for probes by other nodes. The port of the first node is held for its rank 0."""
 
     def __init__(self) -> None:
         self._server: socket.socket | None = None
@@ -34,7 +34,8 @@ class ProbeServer:
         self._thread: threading.Thread | None = None
 
     def open(self, addr: str, port: int, word: str) -> Message:
-        """Take a port: a free one for 0. `addr` empty means all addresses. Returns `port`, or `problem`."""
+        """Open a port, a free one if `port` is 0; an empty `addr` means all addresses. Return `port` or
+        `problem`."""
         self.close()
         try:
             if not port:
@@ -51,8 +52,12 @@ class ProbeServer:
         return {"port": server.getsockname()[1]}
 
     def leave(self) -> None:
-        """Answer no more. A port that was picked stays ours: bound, but not listened to, it is given to nobody who asks
-        for a free one or connects somewhere, and rank 0 can take it as servers do (SO_REUSEADDR)."""
+        """Stop answering.
+
+        A port that was picked stays reserved: it is bound but not listened on, so that no program that
+        requests a free port or connects somewhere gets it, and rank 0 can bind it as servers do
+        (SO_REUSEADDR).
+        """
         if self._server is None or self._thread is None:
             return
         self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
@@ -60,7 +65,7 @@ class ProbeServer:
         self._server = self._thread = None
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self.leave()
         if self._held is not None:
             self._held.close()
@@ -79,7 +84,7 @@ def _bound(addr: str, port: int) -> socket.socket:
 
 
 def _say_to_all(server: socket.socket, word: bytes) -> None:
-    """Answer everybody until `server` is shut down."""
+    """Answer every peer until `server` is shut down."""
     with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as sockets:
         sockets.enter_context(server)
         waiting.register(server, selectors.EVENT_READ)
@@ -91,34 +96,35 @@ def _say_to_all(server: socket.socket, word: bytes) -> None:
                     except OSError as error:
                         if error.errno in (errno.EINVAL, errno.EBADF):
                             return
-                        time.sleep(0.01)  # who came has gone again, or there are too many
+                        time.sleep(0.01)  # the peer is gone again, or too many are connected
                         continue
                     sockets.enter_context(peer)
                     waiting.register(peer, selectors.EVENT_READ)
                     with contextlib.suppress(OSError):
                         peer.sendall(word)
-                else:  # who came closes first, so that the port does not linger in TIME_WAIT here
+                else:  # the peer closes first, so that the port does not linger in TIME_WAIT here
                     waiting.unregister(key.fileobj)
                     key.fileobj.close()  # type: ignore[union-attr]
 
 
 class ProbeClient:
-    """Tries to reach other nodes, while the agent goes on listening to the front end.
+    """Tries to reach other nodes, while the agent keeps listening to the front end.
 
     Args:
-        targets: of each its `addresses`, `port` and `word`.
+        targets: `addresses`, `port` and `word` of each node.
     """
 
     def __init__(self, targets: Sequence[Message]) -> None:
         self._began = time.monotonic()
-        # Of each target what its addresses said: None where the right node answered.
+        # For each target, the result per address: None if the right node answered.
         self._said: list[dict[str, str | None]] = [dict.fromkeys(t["addresses"], WAITING) for t in targets]
         for target, said in zip(targets, self._said, strict=True):
             for address in said:
                 threading.Thread(target=_note, args=(said, address, target), daemon=True).start()
 
     def found(self) -> list[Message] | None:
-        """Return for each target the `addresses` that answered, and `why` another did not; None while tries go on."""
+        """Return, for each target, the `addresses` that answered and `why` another one did not; None while
+        attempts are running."""
         took = time.monotonic() - self._began
         if took < REACH_S + NAMES_S and any(
             WAITING in said.values() and not (None in said.values() and took > SETTLE_S)
@@ -139,7 +145,7 @@ def _note(said: dict[str, str | None], address: str, target: Message) -> None:
 
 
 def why_not(address: str, port: int, word: str) -> str | None:
-    """Return why the node with that word cannot be reached at an address; None where it can."""
+    """Return why the node with that word cannot be reached at an address; None if it can."""
     try:
         with socket.create_connection((address, port), timeout=REACH_S) as connection:
             heard = connection.recv(len(word), socket.MSG_WAITALL)

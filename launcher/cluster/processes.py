@@ -1,4 +1,4 @@
-"""Ending every process of a run, however deep in the tree it is."""
+"""Termination of all processes of a run, however deep in the process tree they are."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ import psutil
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CHECK_S = 0.02
 GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL, where nobody has said it."""
+"""Default number of seconds between SIGTERM and SIGKILL."""
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes whose own parent, a rank, has died: none is lost sight of (Linux)."""
+    """Become the parent of processes whose own parent, a rank, has died, to keep track of them (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send a signal to those that still live."""
+    """Send a signal to the processes that are still alive."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def descendants(except_for: Iterable[int] = ()) -> list[psutil.Process]:
-    """Return the living processes below this one that one look sees, without the trees of `except_for` (process ids).
+    """Return the living descendants found in one scan, without the trees of `except_for` (process ids).
 
-    The system lists processes one after another. Where a parent dies during the look, a child may be missed: it was
-    listed below a process that is gone. Call this again before you trust that nobody is left.
+    The system lists processes one after another. If a parent dies during the scan, a child may be missed: it
+    was listed below a process that is gone. Call this again before concluding that none is left.
     """
     children: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter(["ppid", "status"]):
@@ -44,7 +44,7 @@ def descendants(except_for: Iterable[int] = ()) -> list[psutil.Process]:
     spared, found = set(except_for), []
     below = children[os.getpid()]
     while below:
-        # A process that has died is a parent still: its children were listed before they were handed on.
+        # A zombie still counts as a parent: its children were listed before they were reparented.
         below = [process for process in below if process.pid not in spared]
         found += [process for process in below if process.info["status"] != psutil.STATUS_ZOMBIE]
         below = [child for process in below for child in children.pop(process.pid, ())]
@@ -54,12 +54,12 @@ def descendants(except_for: Iterable[int] = ()) -> list[psutil.Process]:
 def end_descendants(
     grace_s: float, except_for: Iterable[int] = (), hurry: Callable[[], bool] | None = None
 ) -> None:
-    """Send SIGTERM to every process below this one, wait `grace_s` seconds or until `hurry`, then SIGKILL until none is
-    left."""
+    """Send SIGTERM to all descendants, wait `grace_s` seconds or until `hurry` returns True, then send
+    SIGKILL until none is left."""
     spared = list(except_for)
 
     def look() -> list[psutil.Process]:
-        # Twice before nobody is left: ranks die with their agent, and the first look may come at that moment.
+        # Scan twice before concluding that none is left: ranks may die with their agent during the first one.
         return descendants(spared) or descendants(spared)
 
     remaining = look()
@@ -69,7 +69,7 @@ def end_descendants(
     while remaining and time.monotonic() < deadline and not (hurry is not None and hurry()):
         time.sleep(CHECK_S)
         remaining = look()
-    # A process stuck in the kernel cannot be killed at all; it must not hold the launcher for ever.
+    # A process stuck in the kernel cannot be killed at all; it must not block the launcher forever.
     deadline = time.monotonic() + 2
     while remaining and time.monotonic() < deadline:
         for process in remaining:
@@ -79,6 +79,6 @@ def end_descendants(
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:
-    # Its user may not end a setuid program.
+    # A user may not be allowed to end a setuid program that they started.
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         process.send_signal(number)

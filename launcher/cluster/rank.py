@@ -1,8 +1,8 @@
 """The first code of every rank: `python -u rank.py {script,module,program} NAME [arguments]`.
 
-Ties the rank's life to the launcher's, merges stderr into stdout (one log in true order), runs the script,
-and leaves a record of how it failed in the file that torch elastic names (TORCHELASTIC_ERROR_FILE).
-Run by its path, and from the standard library only: it must start fast and import nothing of ours.
+Ties the lifetime of the rank to the launcher's, merges stderr into stdout (one log in true order), runs the
+script, and records how it failed in the error file of torch elastic (TORCHELASTIC_ERROR_FILE). It is run by
+its path and uses only the standard library: it must start fast and import nothing of this package.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import types
 from typing import NoReturn, TextIO
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-SHOW_STACKS = signal.SIGRTMIN + 7  # SIGUSR1 and SIGUSR2 are the script's
-EXIT_ALLOWANCE_S = 3  # a failed rank that hangs in its threads or exit handlers is ended after this time
+SHOW_STACKS = signal.SIGRTMIN + 7  # SIGUSR1 and SIGUSR2 are left to the script
+EXIT_ALLOWANCE_S = 3  # a failed rank that hangs in its threads or exit handlers is killed after this time
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     failed_with: list[int] = []
     atexit.register(leave, failed_with)  # registered first, called last
     sys.argv = [name, *arguments]
-    # As `python script.py` and `python -m module` would have it.
+    # As set by `python script.py` and `python -m module`.
     sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.abspath(name))
     try:
         if kind == "module":
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def become(program: str, arguments: list[str]) -> NoReturn:
-    """Run a program in the place of this process; where that cannot be, say why."""
+    """Replace this process by a program. If that fails, record why."""
     try:
         os.execvp(program, [program, *arguments])
     except (OSError, ValueError) as error:
@@ -84,14 +84,15 @@ def become(program: str, arguments: list[str]) -> NoReturn:
 
 
 def leave(failed_with: list[int]) -> None:
-    """End this rank when all exit handlers have been called, without taking torch apart.
+    """End this rank after all exit handlers have run, without tearing down torch.
 
-    That takes seconds on a busy machine, and in a rank that has failed gloo may wait for the others. And it is a
-    race: a thread that comes out of C++ (gloo's, or a daemon's in an operation) while the interpreter is taken apart
-    is ended by Python in the middle of C++, which then calls std::terminate: exit code 134 after a good run.
+    The teardown takes seconds on a busy machine, and in a failed rank gloo may wait for the other ranks. It
+    is also a race: a thread that returns from C++ (gloo's, or a daemon thread in an operation) while the
+    interpreter shuts down is ended by Python in the middle of C++, which then calls std::terminate: exit code
+    134 after a successful run.
 
     Args:
-        failed_with: its exit code; empty where it did not fail.
+        failed_with: the exit code; empty if the rank has not failed.
     """
     if not failed_with:
         if "torch" not in sys.modules:
@@ -103,8 +104,8 @@ def leave(failed_with: list[int]) -> None:
 
 
 def say_last() -> None:
-    """Delete what the script has left, and flush files, as at the end of any Python."""
-    if "threading" in sys.modules:  # daemons that miss something now have nothing to say
+    """Delete the objects of the script and flush files, as Python does at exit."""
+    if "threading" in sys.modules:  # errors of daemon threads are irrelevant now
         sys.modules["threading"].excepthook = lambda *_: None  # type: ignore[attr-defined]
     for module in [found for found in gc.get_objects() if type(found) is types.ModuleType]:
         names = vars(module)
@@ -127,7 +128,7 @@ def die_with_launcher() -> None:
     launcher = int(os.environ["LAUNCHER_PID"])
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it died before the kernel was asked
+    if os.getppid() != launcher:  # it died before the prctl call
         sys.exit(1)
 
 
@@ -138,15 +139,15 @@ def bind_cores() -> None:
 
 
 def record(kind: str, error: BaseException) -> None:
-    """Write how this rank failed, in torch elastic's layout with our `kind` and exact `time` added."""
+    """Write how this rank failed, in torch elastic's format with our `kind` and exact `time` added."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     now = time.time()
     text = str(error) if kind != "exception" else f"{type(error).__name__}: {error}"
     extra = {"py_callstack": _script_traceback(error), "timestamp": str(int(now)), "time": now, "kind": kind}
-    # Renamed into place: the launcher may kill this rank at any moment and never reads a torn file.
-    # What an error says is for the user alone, as the log is. Where the disk is full, the launcher sees that.
+    # Renamed into place: the launcher may kill this rank at any moment and must never read a partial file.
+    # Like the log, the file is readable by the user only. The launcher detects a full disk on its own.
     with contextlib.suppress(OSError):
         with open(
             f"{path}.tmp", "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)

@@ -1,9 +1,9 @@
-"""Ray as a way to nodes: asks a Ray cluster for nodes, and starts a command on each when it is told to.
+"""Broker between the front end and Ray: reserves nodes of a Ray cluster, and runs commands on them.
 
-The front end starts this program, and owns it: when its input ends, Ray takes back the placement group, and ends what
-runs in it. It needs Ray and nothing of ours. It prints one JSON object: `hosts`, or `problem` and `fix`. Then it serves
-a socket: a client sends {"host", "argv"} on one line, and gets what the command prints; when it leaves, the command is
-ended.
+The front end starts this program, and owns it: when its input ends, Ray takes back the placement group and
+ends everything that runs in it. It needs Ray, but nothing of this package. It prints one JSON object: `hosts`
+and `socket`, or `problem` and `fix`. Then it serves the socket: a client sends {"host", "argv"} on one line
+and receives the output of the command; when it disconnects, the command is ended.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ANSWER_S = 5.0
 """How long the head of the cluster has to accept a connection."""
 NO_CLUSTER = "start launch on a node of the cluster (ray start ...), or name it: --address HOST:6379"
 PLACED_S = 60.0
-"""How long Ray has to find room."""
+"""How long Ray may take to find free resources."""
 
 
 class NoRoomError(Exception):
-    """Ray cannot give what was asked for; the message says what to do."""
+    """Ray cannot provide the requested nodes; `fix` suggests a remedy."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)
@@ -34,28 +34,29 @@ class NoRoomError(Exception):
 
 
 class Command:
-    """A command on a node, as an actor there."""
+    """Runs a command on a node, as an actor there."""
 
     def address(self) -> str:
-        """Return where this node is."""
+        """Return the address of this node."""
         import ray
 
         return str(ray.util.get_node_ip_address())
 
     def run(self, argv: list[str]) -> Iterator[bytes]:
-        """Yield what the command prints, line by line. It dies with this process: Ray ends that, and no children."""
+        """Yield the output of the command, line by line. The command dies with this process: Ray ends the
+        actor, but not its children."""
         import ctypes
         import signal
         import subprocess
 
         def tie() -> None:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            with contextlib.suppress(PermissionError):  # Ray's workers yield to everything else
+            with contextlib.suppress(PermissionError):  # Ray lowers the priority of its workers
                 os.setpriority(os.PRIO_PROCESS, 0, 0)
 
         environment = {
             name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
-        }  # Ray's own
+        }  # set by Ray
         process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -71,7 +72,7 @@ class Command:
 
 
 def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
-    """Return (address, slots, actor) of each node that Ray gives.
+    """Return (address, slots, actor) of each node that Ray provides.
 
     Args:
         asked: `address` of the cluster; `nodes` and `slots` (None: all); `device`, "cpu" or "GPU".
@@ -133,7 +134,7 @@ def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
 
 
 def _check_answers(address: str) -> None:
-    """Raise NoRoomError where nobody answers at HOST:PORT; Ray itself would wait for a minute."""
+    """Raise NoRoomError if nothing answers at HOST:PORT; Ray itself would wait for a minute."""
     if address == "local":
         raise NoRoomError("local would start another Ray, on this machine alone", NO_CLUSTER)
     host, _, port = address.rpartition(":")
@@ -146,7 +147,7 @@ def _check_answers(address: str) -> None:
 
 
 def serve(server: socket.socket, actors: dict[str, Any]) -> None:
-    """Answer clients of this user: any process of the machine can connect."""
+    """Serve clients of this user only: any process of the machine can connect."""
     while True:
         client, _ = server.accept()
         peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -172,7 +173,7 @@ def _answer(client: socket.socket, actors: dict[str, Any]) -> None:
 
 
 def _end_with(lines: Any, actor: Any) -> None:
-    """End the command when its client leaves; Ray starts the actor anew, for the next one."""
+    """End the command when its client disconnects; Ray restarts the actor for the next one."""
     import ray
 
     with contextlib.suppress(OSError, ValueError):
@@ -183,11 +184,11 @@ def _end_with(lines: Any, actor: Any) -> None:
 
 
 def main() -> None:
-    """Read what is asked for, tell what Ray gives, and serve until the input ends."""
+    """Read the request, report the nodes that Ray provides, and serve until the input ends."""
     told = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Ray prints is not for the front end
+    os.dup2(2, 1)  # output of Ray must not reach the front end
     asked = json.loads(sys.stdin.readline())
-    # From now on: Ray may be waited for long, and must not outlive who waits.
+    # Started before waiting for Ray, which may take long: this process must not outlive the front end.
     threading.Thread(target=_leave_with_front_end, daemon=True).start()
     try:
         placed = place(asked)
@@ -195,7 +196,7 @@ def main() -> None:
         print(json.dumps({"problem": error.what, "fix": error.fix}), file=told, flush=True)
         raise SystemExit(1) from None
     server = socket.socket(socket.AF_UNIX)
-    server.bind("")  # Linux gives it a name that is no file: nothing is left, however this ends
+    server.bind("")  # Linux picks an abstract name: no file is left behind, however this ends
     server.listen()
     hosts = [[address, slots] for address, slots, _ in placed]
     name = server.getsockname()[1:].decode()

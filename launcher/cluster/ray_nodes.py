@@ -1,4 +1,4 @@
-"""The front end's side of `--launcher ray`: the nodes that Ray gives, and the command that reaches one."""
+"""The front end's side of `--launcher ray`: the nodes that Ray provides, and the command that reaches one."""
 
 from __future__ import annotations
 
@@ -26,41 +26,42 @@ try:
 except OSError as error:
     sys.exit(f"the program that holds Ray's nodes (ray_broker.py) is gone: {error}")
 """
-"""What is run for each node: passes on what the broker tells of it, and leaves when it is killed."""
+"""The client program for each node: prints what the broker sends for it, and disconnects when it is
+killed."""
 
 
 ANSWER_S = 100.0
-"""For connecting, and for finding room."""
+"""Time limit for connecting to Ray and finding free resources."""
 
 
 @dataclass(frozen=True)
 class RayNodes:
-    """Nodes of a Ray cluster that are this run's until this process ends.
+    """Nodes of a Ray cluster that are reserved for this run until this process ends.
 
     Args:
-        socket: the name of the broker's (`ray_broker.py`).
+        socket: the name of the broker's socket (`ray_broker.py`).
     """
 
     hosts: list[Host]
     socket: str
 
     def command(self, host: Host, argv: list[str]) -> list[str]:
-        """Return what runs a command on a host, with its output as its own."""
+        """Return a command that runs `argv` on a host and prints its output."""
         return [sys.executable, "-c", CLIENT, self.socket, host.name, *argv]
 
 
 def ask_ray(
     address: str, nodes: int | None, slots: int | None, device: str | None, *, reserve: bool = True
 ) -> RayNodes:
-    """Ask a Ray cluster for nodes.
+    """Request nodes from a Ray cluster.
 
     Args:
-        address: of the cluster; "auto": the one that this machine belongs to.
+        address: of the cluster; "auto": the cluster that this machine belongs to.
         nodes, slots: how many nodes, and GPUs (on a CPU: cores) of each; None: all.
-        reserve: False only asks which nodes there are.
+        reserve: False only queries which nodes there are.
 
     Raises:
-        ConfigError: there is no cluster, or no room in it.
+        ConfigError: there is no cluster, or it has too few free resources.
     """
     asked = {"address": address, "nodes": nodes, "slots": slots, "device": device, "reserve": reserve}
     errors = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the broker)
@@ -69,7 +70,7 @@ def ask_ray(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
-        start_new_session=True,  # Ctrl-C is for the front end
+        start_new_session=True,  # Ctrl-C must reach only the front end
     )
     assert broker.stdin and broker.stdout
     atexit.register(_end, broker)

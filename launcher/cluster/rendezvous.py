@@ -1,7 +1,7 @@
-"""The meeting point of the ranks: an address of the first node that all others reach, and a port that is free there.
+"""Rendezvous of the ranks: an address of the first node that all other nodes reach, and a free port there.
 
-The same look at the network lets nodes try one another, in a ring and across it, so that a firewall is named before
-any rank waits behind it. What each found is left in `Node.tries`, for `preflight.py` to judge.
+In the same step nodes probe one another, in a ring and across it, so that a firewall is reported before any
+rank waits behind it. The results are stored in `Node.tries`, for `preflight.py` to judge.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """The address and port that the user asked for; None is to be found."""
+    """The address and port that the user requested; None: chosen automatically."""
 
     addr: str | None = None
     port: int | None = None
@@ -29,19 +29,19 @@ class RendezvousOptions:
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """The values that the ranks get as MASTER_ADDR and MASTER_PORT."""
+    """The values of MASTER_ADDR and MASTER_PORT for the ranks."""
 
     addr: str
     port: int
 
 
 def meet(node_group: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[], None]) -> RendezvousAddress:
-    """Choose, and let those nodes try one another that are there; `look_up` is called while waiting.
+    """Choose the rendezvous address, and let available nodes probe one another; waiting calls `look_up`.
 
-    What is returned can be used if `preflight.judge` then finds all nodes ready.
+    The result is valid if `preflight.judge` then finds all nodes ready.
 
     Raises:
-        ConfigError: the wanted address or port cannot be used.
+        ConfigError: the requested address or port cannot be used.
     """
     first = node_group.nodes[0]
     there = [node for node in node_group.nodes if node.facts is not None and node.lost is None]
@@ -79,8 +79,11 @@ def meet(node_group: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[],
 
 
 def partners(node: Node, nodes: Sequence[Node], first: Node) -> list[Node]:
-    """Return the nodes that a node tries: the first one, its next in the ring, and the one across. Three tries for each
-    node find a machine that is walled off as all pairs would, and do not grow with the square of their number."""
+    """Return the nodes that a node probes: the first one, its successor in the ring, and the one across.
+
+    Three probes per node find a firewalled machine just as all pairs would, without growing with the square
+    of the number of nodes.
+    """
     here, count = nodes.index(node), len(nodes)
     chosen = [first, nodes[(here + 1) % count], nodes[(here + max(2, count // 2)) % count]]
     return [other for other in dict.fromkeys(chosen) if other is not node and other in nodes]
@@ -94,12 +97,13 @@ def _places(target: Node, first: Node, wanted: RendezvousOptions) -> list[str]:
 
 
 def _agreed(first: Node, there: Sequence[Node], wanted: RendezvousOptions) -> str:
-    """Return the address of the first node that all others reach, or else most; the tries of the rest then fail."""
+    """Return the address of the first node that all others reach, or else the one that most reach; the
+    attempts of the remaining nodes are then marked as failed."""
     if first not in there:
         return wanted.addr or first.name
     tried = {node: t for node in there for t in node.tries if t.target == first.name}
     counts = Counter(address for t in tried.values() for address in t.reached)
-    best = max(_places(first, first, wanted), key=lambda address: counts[address])  # of equals the first
+    best = max(_places(first, first, wanted), key=lambda address: counts[address])  # the first one on a tie
     for node, one in tried.items():
         if one.reached and best not in one.reached:
             why = f"only at {', '.join(one.reached)}, others at {best}: --master_addr names one for all"
@@ -110,7 +114,7 @@ def _agreed(first: Node, there: Sequence[Node], wanted: RendezvousOptions) -> st
 def _answers(
     node_group: NodeGroup, nodes: Sequence[Node], kind: str, look_up: Callable[[], None]
 ) -> Mapping[Node, Message]:
-    """Return the answers of all nodes but those that are lost meanwhile."""
+    """Return the answers of all nodes, except for nodes that are lost meanwhile."""
     found: dict[Node, Message] = {}
     while any(node not in found and node.lost is None for node in nodes):
         for node, message in node_group.events():

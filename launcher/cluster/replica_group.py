@@ -1,9 +1,10 @@
-"""The ranks at the same place of several replicas, and how they exchange tensors although any of them may die.
+"""Exchange of tensors between the ranks at the same position in several replicas, any of which may die.
 
-Each replica is a world of its own: its process groups know nothing of the others. Between replicas there is one gloo
-group for each place, made anew in every epoch (`cluster/membership.py`). All of it is pairwise: a rank that dies closes
-its connections, and whoever waits for it sees that at once. Who sees it lets go of the group, which closes its own
-connections, and so on: nobody waits for ever. GPU tensors travel through host memory.
+Each replica is a world of its own: its process groups do not include other replicas. Between replicas there
+is one gloo group per position, created anew in every epoch (`cluster/membership.py`). All of its
+communication is pairwise: a rank that dies closes its connections, and every rank that waits for it notices
+at once. A rank that notices releases the group, which closes its own connections, and so on: no rank waits
+forever. GPU tensors travel through host memory.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from launcher.replica import ADDRESS, SECRET, replica_of
 
 CONNECT_S = 10.0
 PIECE = 64 << 20
-"""Bytes of one message of a `StateChannel`."""
+"""Bytes per message of a `StateChannel`."""
 
 
 class ReplicaLost(Exception):
-    """A member of the epoch has gone, or is silent."""
+    """A member of the epoch is gone or silent."""
 
 
 class LeftBehind(RuntimeError):
-    """The others have gone on without this replica, whose ranks must be started again."""
+    """The other replicas have continued without this one, whose ranks must be restarted."""
 
 
 class RunIsOver(Exception):
@@ -52,9 +53,9 @@ class Epoch:
 
     Args:
         members: replicas that train together.
-        makes_step: the step whose result is here is to be made.
-        donor: the replica that this one gets its state from; None: it has it.
-        serves: replicas that get their state from this one.
+        makes_step: the step whose result this replica already has must be applied.
+        donor: the replica that sends its state to this one; None: this one needs no state.
+        serves: replicas that receive their state from this one.
     """
 
     number: int
@@ -65,14 +66,14 @@ class Epoch:
 
 
 class ReplicaGroup:
-    """The connection to the coordinator, and the group of the present epoch.
+    """The connection to the coordinator, and the process groups of the current epoch.
 
     Args:
-        place: of this rank in its replica.
-        timeout_s: how long a silent member is waited for.
+        place: position of this rank in its replica.
+        timeout_s: how long to wait for a silent member.
 
     Attributes:
-        epoch: the present one; None before `ask`, and after a loss.
+        epoch: the current epoch; None before `ask`, and after a loss.
 
     Raises:
         LauncherError: the coordinator cannot be reached.
@@ -104,15 +105,17 @@ class ReplicaGroup:
     # ---- membership -------------------------------------------------------------------------
 
     def ask(self, step: int, kind: str, *, has_result: bool = False) -> Epoch:
-        """Return the next epoch, once it is decided. Every rank of the replica must call it, and again where
-        `self.epoch` is None after it: a member has died meanwhile.
+        """Wait for the next epoch and return it.
+
+        Every rank of the replica must call this, and call it again if `self.epoch` is None afterwards: a
+        member has died meanwhile.
 
         Args:
             step, kind, has_result: see `membership.Question`.
 
         Raises:
-            RunIsOver: the others have made all steps.
-            LeftBehind: the others go on without this replica.
+            RunIsOver: the others have completed all steps.
+            LeftBehind: the others continue without this replica.
         """
         self.let_go()
         self._server = self._new_server()
@@ -129,18 +132,19 @@ class ReplicaGroup:
         return epoch
 
     def let_go(self) -> None:
-        """Leave the group: the others see that at once."""
+        """Leave the group; the other members notice at once."""
         self.epoch = None
         self._transport = Alone(0, 1)
         self._groups = []
 
     def has_served(self) -> None:
-        """The state is on its way to those who join."""
+        """Record that the state has been sent to the joining replicas."""
         if self.epoch is not None:
             self.epoch = replace(self.epoch, serves=())
 
     def end(self) -> bool:
-        """All steps are made. Return whether this replica is to write what the run leaves, and to say `written`."""
+        """Report that all steps are done. Return whether this replica must write the results of the run and
+        then call `written`."""
         self.let_go()
         self._say("end")
         return bool(self._answer("write", "over")["is"] == "write")
@@ -151,12 +155,12 @@ class ReplicaGroup:
 
     @property
     def waiting(self) -> bool:
-        """Return whether somebody waits to join."""
+        """Return whether a replica waits to join."""
         return self.epoch is not None and self.epoch.number == self._waiting_in
 
     @property
     def leads(self) -> bool:
-        """Return whether this replica speaks for all: it saves, and writes metrics."""
+        """Return whether this replica acts for all: it saves checkpoints and writes metrics."""
         return self.epoch is not None and self.epoch.members[0] == self.number
 
     def _say(self, what: str, /, **more: Any) -> None:
@@ -194,7 +198,8 @@ class ReplicaGroup:
         return dist.TCPStore(self._here, 0, is_master=True, wait_for_workers=False)
 
     def _meet(self, epoch: Epoch, address: Sequence[Any]) -> None:
-        """Connect to the same place of the other members, twice: for gradients, and for the state of who joins."""
+        """Connect to the same position in the other members, twice: for gradients, and for the state of
+        joining replicas."""
         index, number = epoch.members.index(self.number), len(epoch.members)
         if number == 1:
             return
@@ -216,10 +221,10 @@ class ReplicaGroup:
     # ---- exchange ---------------------------------------------------------------------------
 
     def swap(self, mine: Tensor) -> list[Tensor]:
-        """Return what each member passes, in their order. Shapes are the same on all.
+        """Return the tensor that each member passes, in member order. Shapes must be the same on all members.
 
         Raises:
-            ReplicaLost: a member has gone.
+            ReplicaLost: a member is gone.
         """
         slices = [
             mine if peer == self._transport.rank else torch.empty_like(mine)
@@ -230,10 +235,10 @@ class ReplicaGroup:
         return slices
 
     def weighted_sums(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
-        """Return the sum over members of weight x tensor, fp32 [numel] on the CPU each; the tensors stay as they are.
+        """Return the sum over members of weight x tensor, as fp32 [numel] on the CPU; inputs are not changed.
 
         Raises:
-            ReplicaLost: a member has gone.
+            ReplicaLost: a member is gone.
         """
         transport = self._transport
         full: list[Tensor] = []
@@ -253,7 +258,7 @@ class ReplicaGroup:
         return [made[: tensor.numel()] for made, tensor in zip(full, tensors, strict=True)]
 
     def channel(self, replica: int) -> StateChannel:
-        """Return the way to the same place of a member, for its state. It lasts as long as the epoch.
+        """Return the channel to the same position in a member, for its state; valid for the current epoch.
 
         Raises:
             ReplicaLost: there is no epoch.
@@ -270,7 +275,7 @@ class StateChannel:
         self._group, self._peer = group, peer
 
     def send(self, content: Tensor) -> None:
-        """Send [n] uint8; the other side knows n."""
+        """Send [n] uint8; the receiver must know n."""
         with _losses():
             for piece in content.split(PIECE):
                 self._group.send([piece], self._peer, 0).wait()
@@ -308,7 +313,7 @@ def _wait(started: Sequence[Pending]) -> None:
 
 
 class _losses:
-    """Inside, what gloo says of a lost peer is a `ReplicaLost`."""
+    """Inside the `with` block, errors of gloo about a lost peer are raised as `ReplicaLost`."""
 
     def __enter__(self) -> None:
         return None

@@ -1,5 +1,7 @@
-"""Sends the files of a run as they change, from the host where `launch` was typed to who looks at it from elsewhere.
-The looking side sends this text over ssh: nothing of ours is needed there. Standard library of any Python 3.
+"""Sends the files of a run, as they change, from the host on which `launch` was typed to a viewer elsewhere.
+
+The viewer sends this source over ssh: nothing of this package is needed on the host. Uses only the standard
+library of any Python 3.
 """
 
 import contextlib
@@ -11,7 +13,7 @@ import sys
 
 EVERY_S = 1.0
 TAIL = 1 << 16
-"""Bytes of a file that grows, and of a log."""
+"""Most bytes sent of a growing file, or of a log."""
 STATUS = "logs/status.json"
 FOUND = (STATUS, f"*/{STATUS}", f"runs/*/{STATUS}")
 SENT = {
@@ -21,14 +23,14 @@ SENT = {
     "config.json": 1 << 20,
     "logs/stacks.txt": 1 << 22,
 }
-"""File -> the bytes that are sent at most."""
+"""File -> most bytes sent of it."""
 
 
 def serve(hello):  # type: ignore[no-untyped-def]
-    """Send what is there, and then what changes, until the input ends.
+    """Send the present files, and then their changes, until the input ends.
 
     Args:
-        hello: the first line: `directory` to begin in, and `run`, a directory; None: the newest one below.
+        hello: the first message: `directory` to start in, and `run`, a directory; None: the newest run below.
     """
     run, orders = newest(hello), b""
     known = {}  # type: ignore[var-annotated]
@@ -50,8 +52,8 @@ def serve(hello):  # type: ignore[no-untyped-def]
 
 
 def newest(hello):  # type: ignore[no-untyped-def]
-    """Return the directory of the run, absolute; None where there is none."""
-    with contextlib.suppress(OSError):  # it may be named by an absolute path
+    """Return the absolute directory of the run; None if there is none."""
+    with contextlib.suppress(OSError):  # `run` may be an absolute path
         os.chdir(hello["directory"])
     under = [os.path.join(glob.escape(hello["run"]), STATUS)] if hello["run"] else FOUND
     found = [path for pattern in under for path in glob.glob(pattern)]
@@ -77,7 +79,7 @@ def send_changed(run, known):  # type: ignore[no-untyped-def]
 
 
 def obey(order, run):  # type: ignore[no-untyped-def]
-    """Do what is asked for, and return the run's directory."""
+    """Execute an order, and return the directory of the run."""
     run = order.get("run", run)
     if "log" in order and run:
         for path in sorted(
@@ -85,14 +87,14 @@ def obey(order, run):  # type: ignore[no-untyped-def]
         )[:1]:
             tell({"is": "log", "rank": order["log"], "text": tail(path, TAIL)})
     if order.get("stacks") and run:
-        # another user's run: its stacks are not for us
+        # fails for another user's run, whose stacks are not ours to request
         with contextlib.suppress(OSError), open(os.path.join(run, "logs", "stacks.asked"), "a"):
             pass
     return run
 
 
 def tail(path, most):  # type: ignore[no-untyped-def]
-    """Return the end of a file; of a longer one without the line that is cut."""
+    """Return the end of a file; if the file is longer, without its first, incomplete line."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - most))
@@ -105,5 +107,5 @@ def tell(message):  # type: ignore[no-untyped-def]
     sys.stdout.flush()
 
 
-if "hello" in globals():  # set by the one line that runs this text
+if "hello" in globals():  # set by the one-line program that executes this text
     serve(globals()["hello"])

@@ -1,7 +1,7 @@
-"""`RunMirror`: the files of a run on other hosts, kept up to date in a directory here, for `launch top --hostfile`.
+"""`RunMirror`: local copies of a run's files on other hosts, kept up to date for `launch top --hostfile`.
 
-Each host of the hostfile sends over ssh what it has (`run_files.py`). The run is the newest one of all of them; the
-others have logs of its ranks.
+Each host of the hostfile sends its files over ssh (`run_files.py`). The run is the newest one among all
+hosts; the other hosts have logs of its ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launcher.errors import ConfigError, printable
 from launcher.files import replace_text
 
 ANSWER_S = 15.0
-"""How long hosts are waited for."""
+"""How long to wait for the hosts."""
 LONGEST_LINE = 1 << 26
 
 
@@ -33,7 +33,8 @@ class RunMirror:
     """Copies of a run's files; use it as a context manager.
 
     Args:
-        run: its directory on the host where `launch` was typed; None: the newest one below the same directory as here.
+        run: its directory on the host where `launch` was typed; None: the newest run below the same directory
+            as the current one.
     """
 
     def __init__(self, hosts: Sequence[Host], options: runners.RunnerOptions, run: str | None) -> None:
@@ -43,7 +44,7 @@ class RunMirror:
         self._changed, self._closed = threading.Condition(), False
         code = Path(run_files.__file__).read_text(encoding="utf-8")
         hello = {"code": code, "directory": os.getcwd(), "run": run}
-        self._of: _Host | None = None  # the one that has the run
+        self._of: _Host | None = None  # the host that has the run
         self._hosts = [_Host(self, host, options) for host in hosts]
         for each in self._hosts:
             each.start(hello)
@@ -59,10 +60,10 @@ class RunMirror:
         return "" if self._of is None else printable(f"{self._of.name}:{self._of.directory}")
 
     def wait(self) -> None:
-        """Wait until the hosts have answered, and the status of the newest run among them is here.
+        """Wait until the hosts have answered, and the status of the newest run among them is copied.
 
         Raises:
-            ConfigError: no host has one.
+            ConfigError: no host has a run.
         """
         ends = time.monotonic() + ANSWER_S
         with self._changed:
@@ -83,24 +84,24 @@ class RunMirror:
             )
 
     def ask_stacks(self) -> None:
-        """Have the run write the stacks of its ranks."""
+        """Request that the run write the stacks of its ranks."""
         if self._of is not None:
             self._of.order({"stacks": True})
 
     def ask_log(self, rank: int) -> None:
-        """Have the end of a rank's log copied here, from the host that has it."""
+        """Request the end of a rank's log from the host that has it."""
         for host in self._hosts:
             host.order({"log": rank})
 
     def take(self, host: _Host, message: Mapping[str, Any]) -> None:
-        """Note what a host says. Files of the run are taken from the host that has it alone."""
+        """Process a message of a host. Files of the run are copied only from the host that has it."""
         with self._changed:
             if self._closed:
                 return
             if message["is"] == "run":
                 host.directory = None if message["directory"] is None else str(message["directory"])
                 host.written = float(message["written"])
-            elif message["is"] == "sent":  # all that is there now
+            elif message["is"] == "sent":  # all present files have been sent
                 host.answered = True
             elif message["is"] == "log":
                 replace_text(
@@ -118,7 +119,7 @@ class RunMirror:
             host.files.clear()
 
     def lose(self, host: _Host, why: str) -> None:
-        """Note that a host sends nothing more."""
+        """Record that a host sends nothing more."""
         with self._changed:
             host.answered, host.problem = True, why
             self._changed.notify_all()
@@ -131,7 +132,7 @@ class RunMirror:
     ) -> None:
         for host in self._hosts:
             host.close()
-        with self._changed:  # nobody writes there any more
+        with self._changed:  # no thread may write to the directory any more
             self._closed = True
             self._temporary.cleanup()
 
@@ -140,9 +141,9 @@ class _Host:
     """The connection to a host.
 
     Attributes:
-        answered: it has said whether it has a run, or is lost.
-        directory: of the newest run there; None: none.
-        files: that have come, and were not written yet.
+        answered: it has reported whether it has a run, or is lost.
+        directory: of the newest run on the host; None: there is none.
+        files: files that were received, but not written yet.
     """
 
     def __init__(self, mirror: RunMirror, host: Host, options: runners.RunnerOptions) -> None:
@@ -155,16 +156,16 @@ class _Host:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the screen
+            start_new_session=True,  # Ctrl-C must reach only the viewer
         )
 
     def start(self, hello: Mapping[str, Any]) -> None:
-        """Begin to talk."""
+        """Send the first message and start listening."""
         self.order(hello)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def order(self, order: Mapping[str, Any]) -> None:
-        """Send one line; nothing where the host is lost."""
+        """Send one message; do nothing if the host is lost."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -175,7 +176,7 @@ class _Host:
         why = ""
         try:
             while line := self._process.stdout.readline(LONGEST_LINE):
-                if line.startswith(b"{"):  # else a greeting of its shell
+                if line.startswith(b"{"):  # anything else is a greeting of the shell
                     self._mirror.take(self, json.loads(line))
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError) as error:
             why = f"it sends what is no message: {error}"

@@ -1,7 +1,7 @@
-"""`RunStatus`: what a run does at present, in a file beside its logs, for `launch top` and for other programs.
+"""`RunStatus`: the current status of a run, in a file next to its logs, for `launch top` and other programs.
 
-The front end writes `status.json` once a second, in one piece. It is whole at any time, and stays when the run has
-ended. Standard library only.
+The front end replaces `status.json` atomically, once a second. The file is complete at any time, and remains
+after the run has ended. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from launcher.monitor.flight_recorder import StepCounters
 from launcher.monitor.stragglers import StragglerDetector
 
 FILE, STACKS, ASKED = "status.json", "stacks.txt", "stacks.asked"
-"""In the directory of logs: the status; the stacks of all ranks; the file that asks for them while it is there."""
+"""In the log directory: the status; the stacks of all ranks; the file whose existence requests them."""
 EVERY_S = 1.0
 MOST_MESSAGES = 50
 RESUME = "--resume"
 LONG = 40
-"""Optimizer steps for which a rank is slow before a run restarts without it."""
+"""Optimizer steps for which a rank must be slow before a run restarts without it."""
 _STAGE = re.compile(r"stage \d+")
 logger = logging.getLogger("launcher")
 
 
 @dataclass
 class RankStatus:
-    """A rank, and what it did last.
+    """The status of a rank.
 
     Attributes:
-        place: in the mesh; "" where there is data parallelism alone.
+        place: coordinates in the mesh; "" if there is only data parallelism.
         doing: the collective that it began last.
-        since_s: how long ago.
+        since_s: seconds since then.
     """
 
     rank: int
@@ -55,10 +55,10 @@ class RankStatus:
 
 @dataclass
 class RunStatus:
-    """The status of a run, over all its attempts.
+    """The status of a run, across all its attempts.
 
     Args:
-        command: what was started, for people.
+        command: the command that was started, for display.
     """
 
     command: str = ""
@@ -77,16 +77,16 @@ class RunStatus:
     def begin(
         self, log_dir: str, hosts: Sequence[tuple[str, int]], places: Sequence[str], restarts: int
     ) -> None:
-        """Ranks have started.
+        """Record that the ranks have started.
 
         Args:
-            hosts: the nodes and how many ranks each has, in the order of the ranks.
-            places: what each rank is in the mesh; empty where that is dp alone.
+            hosts: the nodes and their numbers of ranks, in rank order.
+            places: the mesh coordinates of each rank; empty if there is only dp.
         """
         names = [host for host, ranks in hosts for _ in range(ranks)]
         where = list(places) or [""] * len(names)
         self.ranks = [RankStatus(rank, host, place=where[rank]) for rank, host in enumerate(names)]
-        # Stages have other layers each: only ranks of the same one have the same work.
+        # Pipeline stages have different layers: only ranks of the same stage have the same work.
         stages = [match[0] if (match := _STAGE.search(place)) else "" for place in where]
         self._detector = StragglerDetector(stages)
         self._file, self.state, self.restarts = Path(log_dir) / FILE, "running", restarts
@@ -97,7 +97,7 @@ class RunStatus:
         self._begun = True
 
     def take(self, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Note what an agent tells of its ranks, and look for slow ones."""
+        """Record what an agent reports about its ranks, and detect slow ones."""
         for told in ranks:
             if not 0 <= told["rank"] < len(self.ranks):
                 continue
@@ -108,11 +108,11 @@ class RunStatus:
         self._look()
 
     def say(self, text: str) -> None:
-        """Keep a line for who looks at the run."""
+        """Keep a message for viewers of the run."""
         self.messages.append((time.time(), masked(text)))
 
     def _remember(self) -> None:
-        """Take over the messages of the run that this one resumes: what happened to it in the night before."""
+        """Take over the messages of the run that this one resumes, so that its history stays visible."""
         if self._file is None or RESUME not in self.command.split():
             return
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -121,21 +121,21 @@ class RunStatus:
             self.messages.extendleft(reversed(kept[: MOST_MESSAGES - len(self.messages)]))
 
     def tick(self) -> None:
-        """Once a second: write the file."""
+        """Write the file if the last write was at least `EVERY_S` ago."""
         if self._file is not None and time.monotonic() - self._written >= EVERY_S:
             self._written = time.monotonic()
             self._write(self._file)
 
     def slow_rank(self) -> tuple[int, str] | None:
-        """Return a rank that has been slow for so long that a run may leave it, and how slow it is."""
+        """Return a rank that has been slow for so long that the run may exclude it, and how slow it is."""
         found = self._detector.found.values() if self._detector is not None else ()
         return next(((slow.rank, str(slow)) for slow in found if slow.steps >= LONG), None)
 
     def end(self, state: str, message: str | None) -> None:
-        """The run, or one attempt of it, has ended.
+        """Record that the run, or one attempt of it, has ended.
 
         Args:
-            state: how; "restarting" where another attempt follows.
+            state: the final state; "restarting" if another attempt follows.
         """
         self.state = state
         if message:
@@ -145,11 +145,11 @@ class RunStatus:
 
     @property
     def file(self) -> Path | None:
-        """Return where it is written; None before ranks have started."""
+        """Return the path of the file; None before ranks have started."""
         return self._file
 
     def asked_for_stacks(self) -> bool:
-        """Return whether somebody wants to know where the ranks are; answered once."""
+        """Return whether a viewer has requested the stacks of the ranks; True once per request."""
         if self._file is None:
             return False
         try:
@@ -192,10 +192,10 @@ class RunStatus:
 
     def _write(self, file: Path) -> None:
         temporary = file.with_name(f".{FILE}.tmp-{os.getpid()}")
-        with contextlib.suppress(OSError):  # a full disk: the run has more to lose than who looks at it
-            file.parent.mkdir(parents=True, exist_ok=True)  # the logs themselves may lie on the nodes only
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            file.parent.mkdir(parents=True, exist_ok=True)  # the logs may exist on the nodes only
             text = json.dumps(self.as_json()) + "\n"
             temporary.unlink(missing_ok=True)
-            with open_log(temporary, keep=False) as opened:  # nobody else's business, like the logs
+            with open_log(temporary, keep=False) as opened:  # private, like the logs
                 opened.write(text.encode())
             os.replace(temporary, file)

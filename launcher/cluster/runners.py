@@ -1,7 +1,7 @@
-"""Runners: what is typed on this machine so that Python starts on a node, with our pipes as its input and output.
+"""Runners: commands that start Python on a node, with pipes of this process as its input and output.
 
-One command a node, whatever the runner: its pipes are the node's control stream, so every runner notices the same
-faults and ends everything in the same way.
+There is one command per node, whatever the runner: its pipes are the node's control stream, so that all
+runners detect the same faults and shut down in the same way.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from launcher.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """The user's options about how nodes are reached."""
+    """The user's options for reaching nodes."""
 
     extra: Sequence[str] = ()
     """`--launcher_args`, for the runner's own command."""
     ssh_port: int | None = None
     venv_script: str | None = None
-    """A shell script that is read on the node first."""
+    """A shell script that is sourced on the node first."""
     python: str = field(default=sys.executable)
     connect_s: float = 9.0
     ray: RayNodes | None = None
-    """The nodes that Ray has given, for its runner."""
+    """The nodes that Ray has provided, for its runner."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,10 @@ class Runner:
 
     command: Callable[[Host, RunnerOptions], list[str]]
     program: str
-    """The program that must be installed here."""
+    """The program that must be installed on this machine."""
     dials: bool = False
-    """Its command forwards no input: the stream is a TCP connection to the agent instead (`dial.py`)."""
+    """Its command forwards no input: a TCP connection to the agent is the control stream instead
+    (`dial.py`)."""
 
 
 def command(name: str, host: Host, settings: RunnerOptions) -> list[str]:
@@ -52,7 +53,9 @@ def command(name: str, host: Host, settings: RunnerOptions) -> list[str]:
 
 def check_runner(name: str) -> None:
     """Check that a runner is known and installed.
-    ConfigError: there is no such runner, or its program is not installed here.
+
+    Raises:
+        ConfigError: there is no such runner, or its program is not installed here.
     """
     if name not in RUNNERS:
         named = ", ".join(RUNNERS)
@@ -75,13 +78,13 @@ def _pdsh(host: Host, settings: RunnerOptions) -> list[str]:
 
 
 def _python(settings: RunnerOptions) -> list[str]:
-    """Return Python with the agent's one line, as arguments that no shell reads."""
+    """Return the command that runs the agent's one-line program, for runners without a shell."""
     start = [settings.python, "-c", ONE_LINE]
     return ["sh", "-c", _shell_line(settings)] if settings.venv_script else start
 
 
 def _shell_line(settings: RunnerOptions, code: str = ONE_LINE) -> str:
-    """Return the same for a shell."""
+    """Return the same command as a shell command line."""
     start = "exec " + shlex.join([settings.python, "-c", code])
     return f". {shlex.quote(settings.venv_script)} && {start}" if settings.venv_script else start
 
@@ -104,7 +107,7 @@ def _ssh(host: Host, settings: RunnerOptions) -> list[str]:
 
 
 def _slurm(host: Host, settings: RunnerOptions) -> list[str]:
-    # A step of its own for each node, beside whatever else the job runs there, with all that the job has of the node.
+    # One job step per node, next to other steps of the job, with all of the job's resources on that node.
     step = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--mem=0", "--cpu-bind=none"]
     return ["srun", *step, "--unbuffered", "--quit-on-interrupt", *settings.extra, *_python(settings)]
 
@@ -137,4 +140,4 @@ RUNNERS = {
     "ray": Runner(_ray, sys.executable, dials=True),
 }
 HERE = Runner(_here, sys.executable)
-"""This machine, without any program in between."""
+"""This machine: starts the command directly."""

@@ -1,7 +1,8 @@
-"""Recognition of secrets, by name and by the look of a value; texts and configurations without the values.
+"""Detection of secrets, by the name and the form of a value, and their removal from texts and configurations.
 
-Peers and ranks choose the texts, so every pattern takes time in proportion to their length: it starts at something
-that cannot stand in the part that repeats, and what repeats is possessive or short (`tests/attack/test_secrets.py`).
+Peers and ranks choose the texts, so the time of every pattern must be linear in their length: it starts with
+something that cannot occur in its repeated part, and repetitions are possessive or short
+(`tests/attack/test_secrets.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from launcher.errors import printable
 
 MASK = "***"
 SHORTEST = 6
-"""Fewest characters of a value that is searched for in texts; shorter ones occur inside too many words."""
+"""Least number of characters of a value that is masked in texts; shorter values occur inside too many
+words."""
 SHORTEST_LINE = 8
-"""The same for one line of a longer value, and for a value that nobody has exported."""
+"""The same for one line of a longer value, and for a value that was inherited rather than exported
+explicitly."""
 _WORDS = {
     *("TOKEN", "TOKENS", "KEY", "KEYS", "SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASS", "PASSPHRASE"),
     *("CREDENTIAL", "CREDENTIALS", "AUTH", "AUTHORIZATION", "COOKIE", "NETRC"),
@@ -33,17 +36,17 @@ _HARMLESS = re.compile(r"(?:^|_)EXPERIMENT_KEY$")
 _HINTS = re.compile("KEY|TOKEN|SECRET|PASS|CRED")
 _HEX = re.compile(r"[0-9a-fA-F]{32,128}+")
 _RANDOM = re.compile(r"(?=[^0-9]*+[0-9])(?=[^a-z]*+[a-z])(?=[^A-Z]*+[A-Z])[A-Za-z0-9_+=~-]{20,}+")
-"""Text that looks random: names of things hardly match."""
+"""Text that looks random; ordinary names rarely match."""
 _SETTING = re.compile(
     r"""(?:^|_)(?: API_?KEY | ACCESS_?KEY(?:_ID)? | (?:WANDB|COMET)_?KEY | PRIVATE_?KEY | SECRET(?:_?KEY)?
     | (?:AUTH|ACCESS|REFRESH|BEARER|API|SESSION|HF|HUB|HUGGINGFACE|GITHUB|WANDB)_?TOKEN
     | PASSWORD | PASSWD | PASSPHRASE | CREDENTIALS? )$""",
     re.VERBOSE,
 )
-"""Names of flags and JSON keys that hold secrets; TOKEN or KEY alone mostly means something else there."""
+"""Names of flags and JSON keys that hold secrets; TOKEN or KEY alone mostly means something else in them."""
 
 _BEGIN = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
-"""Where a token may begin: not inside a word, but behind an escape such as `\\n`."""
+"""Where a token may begin: not inside a word, but after an escape such as `\\n`."""
 _GAP = r"(?:\s|\\[nrt]|[\\\"',])*+"
 _VALUES = re.compile(
     rf"""{_BEGIN}(?:
@@ -75,12 +78,12 @@ _hidden: set[str] = set()
 
 
 def has_secret(text: str) -> bool:
-    """Return whether something in it looks like a token."""
+    """Return whether the text contains something that looks like a token."""
     return _VALUES.search(text) is not None
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Return whether a variable looks as if nobody else may read its value."""
+    """Return whether a variable appears to hold a secret."""
     if _VALUES.search(value):
         return True
     words = _words(name)
@@ -94,8 +97,8 @@ def is_secret(name: str, value: str = "") -> bool:
 
 
 def is_secret_setting(name: str, value: object) -> bool:
-    """Return the same of a program's flag, or a key of a JSON. Most with TOKEN or KEY in their names say something
-    else."""
+    """Return the same for a program's flag or a JSON key. Most with TOKEN or KEY in their name hold no
+    secret."""
     if not isinstance(value, str) or not value or value.lower() in ("auto", "none", "true", "false"):
         return False
     if _VALUES.search(value):
@@ -109,12 +112,12 @@ def is_secret_setting(name: str, value: object) -> bool:
 
 
 def secrets_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those that look like secrets."""
+    """Return the variables that appear to hold secrets."""
     return {name: value for name, value in variables.items() if is_secret(name, value)}
 
 
 def secret_arguments(tokens: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (flag, value) of a command line's secrets: `--flag VALUE`, `--flag=VALUE`, `flag=VALUE`."""
+    """Yield (flag, value) for each secret on a command line: `--flag VALUE`, `--flag=VALUE`, `flag=VALUE`."""
     for token, following in zip(tokens, [*tokens[1:], ""], strict=False):
         name, equals, value = token.partition("=")
         if not equals and token.startswith("-"):
@@ -126,7 +129,7 @@ def secret_arguments(tokens: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def without_secrets(tree: Any) -> Any:
-    """Return a configuration for a file that others may read."""
+    """Return a configuration with its secrets masked, for a file that others may read."""
     if isinstance(tree, Mapping):
         return {
             key: MASK if is_secret_setting(str(key), value) else without_secrets(value)
@@ -138,12 +141,12 @@ def without_secrets(tree: Any) -> Any:
 
 
 def shown(name: str, value: str) -> str:
-    """Return the value of a variable as people may see it."""
+    """Return the value of a variable for display, masked if it is a secret."""
     return MASK if is_secret(name, value) else value
 
 
 def hide(values: Iterable[str]) -> None:
-    """Make `masked` leave these out from now on, in every form in which programs print them."""
+    """Make `masked` hide these values from now on, in every form in which programs print them."""
     for value in values:
         if len(value) >= SHORTEST:
             lines = [line.strip() for line in value.splitlines()]
@@ -152,14 +155,14 @@ def hide(values: Iterable[str]) -> None:
 
 
 def hide_inherited(environment: Mapping[str, str]) -> None:
-    """Call `hide` for the secrets of an environment: not what people would miss in a message, such as paths and
-    numbers."""
+    """Call `hide` for the secrets of an environment, except for values that messages need (paths,
+    numbers)."""
     found = secrets_of(environment).values()
     hide(v for v in found if len(v) >= SHORTEST_LINE and not v.isdecimal() and not v.startswith("/"))
 
 
 def masked(text: str) -> str:
-    """Return a text for people, without the values that are hidden, and without what looks like a token in itself."""
+    """Return a text for display, with hidden values and everything that looks like a token masked."""
     for value in sorted(_hidden, key=len, reverse=True):
         text = text.replace(value, MASK)
     return _VALUES.sub(MASK, text)
@@ -172,7 +175,8 @@ def _words(name: str) -> list[str]:
 
 
 def _forms(value: str) -> set[str]:
-    """Return a value as it is, as repr, JSON, a shell and a URL write it, and as repr writes it in JSON or in repr."""
+    """Return a value literally, and as escaped by repr, JSON, a shell and a URL, each also with a second
+    level of escapes."""
     once = {value} | _escaped(value) | {quote(value, safe=""), quote(value), quote_plus(value)}
     return once.union(*map(_escaped, once))
 

@@ -1,6 +1,7 @@
-"""Selection among the hosts and slots: `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, and masks.
+"""Selection of hosts and slots: `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, and device masks.
 
-A filter is `NODE(@NODE)*`, a node `NAME` or `NAME:SLOTS`, slots `0,2,5-7`. The result keeps the order of the hosts.
+A filter is `NODE(@NODE)*`, where a node is `NAME` or `NAME:SLOTS`, and slots are `0,2,5-7`. The result keeps
+the order of the hosts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def select(
     """Return the hosts and slots that a run uses, in the order of `hosts`.
 
     Raises:
-        ConfigError: the flags contradict each other, name what is not there, or leave nothing.
+        ConfigError: the flags contradict each other, name unknown hosts or slots, or leave nothing.
     """
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other", fix="keep one")
@@ -59,7 +60,7 @@ def first_slots(host: Host, count: int) -> Host:
     """Return the host with its first `count` slots.
 
     Raises:
-        ConfigError: it has fewer.
+        ConfigError: the host has fewer slots.
     """
     if count > len(host.slots):
         raise ConfigError(
@@ -70,7 +71,7 @@ def first_slots(host: Host, count: int) -> Host:
 
 
 def first_ranks(hosts: Sequence[Host], count: int) -> list[Host]:
-    """Return the first `count` slots of the hosts, in their order; hosts of which none is left are left out."""
+    """Return the first `count` slots of all hosts, in their order; hosts without any of them are dropped."""
     chosen: list[Host] = []
     for host in hosts:
         slots = host.slots[:count]
@@ -81,7 +82,7 @@ def first_ranks(hosts: Sequence[Host], count: int) -> list[Host]:
 
 
 def _parse(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
-    """Return {host: slots} of a filter."""
+    """Parse a filter into {host: slots}."""
     there = {host.name: host.slots for host in hosts}
     found: dict[str, set[int]] = {}
     for node in _nodes(text, there):
@@ -105,7 +106,7 @@ def _parse(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, 
 
 
 def _nodes(text: str, there: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return the nodes of a filter; `@` divides them, but may also be a part of a host's name (`user@host`)."""
+    """Split a filter into nodes at `@`, which may also be part of a host's name (`user@host`)."""
     nodes: list[str] = []
     parts = text.split("@")
     at = 0
@@ -119,12 +120,12 @@ def _nodes(text: str, there: dict[str, tuple[int, ...]]) -> list[str]:
 
 
 def masked_devices(mask: str | None, slots: Sequence[int], where: str) -> str | None:
-    """Return the mask of devices that a node's ranks get; None leaves the environment as it is.
+    """Return the device mask for the ranks of a node; None leaves the environment unchanged.
 
     Args:
-        mask: the mask that a user or a scheduler has set on the node: ids or UUIDs; None where there is none. Slot
-            number n is then its n-th entry.
-        slots: the chosen ones, as the hostfile counts them.
+        mask: the mask that a user or a scheduler has set on the node: ids or UUIDs; None if there is none.
+            Slot n then refers to its n-th entry.
+        slots: the chosen slots, numbered as in the hostfile.
         where: the host, for errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Signals to the front end: noted when they come, acted on where it is safe."""
+"""Signals to the front end: recorded when they arrive, acted on where it is safe."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import FrameType
 
 
 class Interrupted(Exception):
-    """A signal came; `number` is which."""
+    """A signal has arrived; `number` is its number."""
 
     def __init__(self, number: int) -> None:
         self.number = signal.Signals(number)
 
 
 class Signals:
-    """The signals that have come.
+    """The signals that have arrived.
 
     Attributes:
-        numbers: in order.
-        held: the run is ending anyway: `look_up` says nothing.
+        numbers: in the order of arrival.
+        held: the run is already ending: `look_up` does not raise.
     """
 
     def __init__(self) -> None:
@@ -28,13 +28,13 @@ class Signals:
         self.held = False
 
     def look_up(self) -> None:
-        """Raise `Interrupted` where a signal has come."""
+        """Raise `Interrupted` if a signal has arrived."""
         if self.numbers and not self.held:
             raise Interrupted(self.numbers[0])
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Note signals inside of the `with`; after it none disturbs."""
+        """Record signals inside the `with` block; ignore them after it."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.numbers.append(number)
@@ -44,6 +44,6 @@ class Signals:
         try:
             yield
         finally:
-            # The run is over: what comes now must not spoil its message.
+            # The run is over: a signal must not interrupt its final message.
             for number in before:
                 signal.signal(number, signal.SIG_IGN)

@@ -1,8 +1,8 @@
-"""A node's copies of what `--sync` ships. Contents are kept by their SHA-256, so that none is sent twice.
+"""A node's copies of the files that `--sync` ships, stored by SHA-256 so that no content is sent twice.
 
     contents/DIGEST     each content once
-    copies/NAME/        files as they were shipped; NAME stands for all their names, permissions and contents
-    arriving-*/         what is not complete; of agents that were killed the next one removes it
+    copies/NAME/        files as they were shipped; NAME is a hash of their names, permissions and contents
+    arriving-*/         incomplete files; those of a killed agent are removed by the next one
 
 Copies and contents that no run has used for a month are deleted.
 """
@@ -30,10 +30,10 @@ KEEP_S = 30 * 86400
 
 
 class SyncedCopy:
-    """The place of one copy.
+    """One copy on this node.
 
     Args:
-        manifest: of `SyncManifest.manifest`.
+        manifest: the result of `SyncManifest.manifest`.
         root: default `$LAUNCHER_CACHE/sync` or `~/.cache/launcher/sync`.
     """
 
@@ -49,10 +49,10 @@ class SyncedCopy:
         self._scratch: Scratch | None = None
 
     def missing(self) -> list[str]:
-        """Return the digests of contents that are not there, or not as they were.
+        """Return the digests of contents that are missing or damaged.
 
         Raises:
-            OSError: the place cannot be made or read.
+            OSError: the directory cannot be created or read.
         """
         for place in (self._contents, self._copies):
             place.mkdir(parents=True, exist_ok=True)
@@ -61,11 +61,11 @@ class SyncedCopy:
         return [digest for digest in wanted if _digest_of(self._contents / digest) != digest]
 
     def take(self, digest: str, data: str | None) -> None:
-        """Take a piece of a content, in base64; None after the last.
+        """Receive a piece of a content, in base64; None marks its end.
 
         Raises:
             OSError: it cannot be written.
-            ValueError: the content is another than was announced.
+            ValueError: the content does not match its digest.
         """
         if self._arriving is None:
             assert self._scratch is not None
@@ -85,13 +85,13 @@ class SyncedCopy:
         os.replace(file.name, self._contents / digest)
 
     def build(self) -> Path:
-        """Put the copy together, or right again where it is there already, and make its directory the working one.
+        """Create the copy, or repair an existing one, and change to its working directory.
 
         Raises:
             OSError: it cannot be written.
         """
         with (self._copies / f".{self._copy.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of several agents that see the same disk one builds
+            fcntl.flock(lock, fcntl.LOCK_EX)  # only one of the agents on a shared disk builds
             if self._copy.is_dir():
                 self._fill(self._copy)
             else:
@@ -100,10 +100,10 @@ class SyncedCopy:
                 self._fill(temporary)
                 temporary.rename(self._copy)
         os.utime(self._copy)
-        self._in_use = os.open(self._copy, os.O_RDONLY)  # open, and locked, as long as the agent lives
+        self._in_use = os.open(self._copy, os.O_RDONLY)  # held open and locked until the agent ends
         fcntl.flock(self._in_use, fcntl.LOCK_SH)
         if self._directory is not None:
-            os.makedirs(self._copy / self._directory, exist_ok=True)  # git knows no empty directories
+            os.makedirs(self._copy / self._directory, exist_ok=True)  # git does not track empty directories
             os.chdir(self._copy / self._directory)
         self._forget()
         if self._scratch is not None:
@@ -127,16 +127,16 @@ class SyncedCopy:
             else:
                 os.utime(self._contents / entry["digest"])
                 temporary.unlink(missing_ok=True)
-                temporary.touch(0o600)  # nobody reads it before it has its permissions
+                temporary.touch(0o600)  # private until it has its final permissions
                 shutil.copyfile(self._contents / entry["digest"], temporary)
                 temporary.chmod(entry["mode"])
             os.replace(temporary, path)
 
     def _forget(self) -> None:
-        """Delete what has not been used for long."""
+        """Delete copies and contents that have not been used for `KEEP_S`."""
         before = time.time() - KEEP_S
         for path in [*self._contents.iterdir(), *self._copies.iterdir()]:
-            with contextlib.suppress(OSError):  # somebody else deletes it, or runs it
+            with contextlib.suppress(OSError):  # another agent deletes it, or uses it
                 if path.lstat().st_mtime >= before:
                     continue
                 if not path.is_dir():
@@ -151,7 +151,7 @@ class SyncedCopy:
 
 
 class SyncedCopyWriter:
-    """The agent's part: hashing and writing take a while, in which it goes on listening to the front end.
+    """The agent's part of `--sync`. Slow work runs in threads, while the agent listens to the front end.
 
     Args:
         manifest: see `SyncedCopy`.

@@ -1,4 +1,4 @@
-"""`--sync`: every node gets, over its control stream, what it lacks of the manifest, and ranks then run its copy."""
+"""`--sync`: sends each node, over its control stream, the contents that it lacks; ranks then run the copy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger("launcher")
 
 
 def ship(node_group: NodeGroup, sync_manifest: SyncManifest, look_up: Callable[[], None]) -> None:
-    """Give all nodes a copy that have none (`Node.copy`); `look_up` is called while waiting.
+    """Create a copy on all nodes that have none (`Node.copy`); `look_up` is called while waiting.
 
     Raises:
-        ConfigError: a node cannot keep it, or something has changed or gone here meanwhile.
+        ConfigError: a node cannot store it, or a file on this machine has changed or disappeared meanwhile.
     """
     manifest = sync_manifest.manifest()
     without = [node for node in node_group.nodes if node.copy is None]
@@ -57,7 +57,7 @@ def ship(node_group: NodeGroup, sync_manifest: SyncManifest, look_up: Callable[[
 
 
 def _send_some(node: Node, pieces: dict[Node, Iterator[Message]]) -> None:
-    """Send as much as the stream takes now, and a little more."""
+    """Send pieces until the write buffer is full, or there are no more."""
     while not node.writer.full:
         piece = next(pieces[node], None)
         if piece is None:

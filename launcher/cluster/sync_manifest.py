@@ -1,6 +1,7 @@
 """The manifest of `--sync`: the configuration, the script and the files of a directory, by their SHA-256.
 
-In a git work tree the files are those that git does not ignore, committed or not; elsewhere all but `__pycache__`.
+In a git work tree the files are those that git does not ignore, committed or not; elsewhere all but
+`__pycache__`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LEFT_OUT = (".git", "__pycache__")
 
 @dataclass(frozen=True)
 class SyncEntry:
-    """A file, by its content, or a symbolic link, which is shipped as it is."""
+    """A file, identified by its content, or a symbolic link, which is shipped as a link."""
 
     digest: str = ""
     size: int = 0
@@ -41,29 +42,29 @@ class SyncEntry:
 
 @dataclass(frozen=True)
 class SyncManifest:
-    """Files, named as the copy names them."""
+    """The files to ship."""
 
     entries: dict[str, SyncEntry] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
-    """Absolute paths here of what was named, and their names in the copy."""
+    """Absolute path on this machine of each requested file -> its name in the copy."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Paths here, by digest."""
+    """Paths on this machine, by digest."""
     directory: str | None = None
-    """Where in the copy ranks start; None: they start where they would without it."""
+    """Working directory of the ranks in the copy; None: they start where they would without a copy."""
 
     @property
     def size(self) -> int:
-        """Return the bytes; equal contents count once."""
+        """Return the total number of bytes; equal contents count once."""
         return sum({entry.digest: entry.size for entry in self.entries.values()}.values())
 
     def manifest(self) -> Message:
-        """Return the first message to a node."""
+        """Return the message that announces the files to a node."""
         entries = {name: entry.to_json() for name, entry in sorted(self.entries.items())}
         digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
         return {"name": digest[:16], "entries": entries, "directory": self.directory}
 
     def pieces(self, digests: Iterable[str]) -> Iterator[Message]:
-        """Yield the contents, for a control stream."""
+        """Yield the contents, in pieces for a control stream."""
         for digest in digests:
             path = self.sources[digest]
             try:
@@ -76,15 +77,17 @@ class SyncManifest:
 
 
 def pack(files: Sequence[str], directory: str | None, cwd: str) -> SyncManifest:
-    """Look through what is to be shipped.
+    """Collect the files to ship.
 
     Args:
-        files: absolute paths without symbolic links, beside or inside of the directory.
-        directory: its path; None ships the files alone.
-        cwd: the working directory here; of the same place in the copy if a directory is shipped.
+        files: absolute paths without symbolic links, inside or outside of the directory.
+        directory: its path; None ships only `files`.
+        cwd: the working directory on this machine. If a directory is shipped, ranks start at the same place
+            in the copy.
 
     Raises:
-        ConfigError: something is not there or cannot be read, it is too much, or `cwd` is not in the directory.
+        ConfigError: a file is missing or cannot be read, there is too much to send, or `cwd` is not in the
+            directory.
     """
     found: dict[str, Path] = {}
     root = None
@@ -169,7 +172,7 @@ def _not_ignored(root: Path) -> list[str]:
         path = root / name
         if not name or not os.path.lexists(path):  # deleted, not yet committed
             continue
-        if path.is_dir() and not path.is_symlink():  # a git repository of its own
+        if path.is_dir() and not path.is_symlink():  # a nested git repository
             names += [str(Path(name, inner)) for inner in _not_ignored(path)]
         else:
             names.append(name)
@@ -186,7 +189,7 @@ def _all_of(root: Path) -> list[str]:
 
 
 def spoken(size: int) -> str:
-    """Return the bytes as people write them."""
+    """Return the number of bytes in human-readable form."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}"

@@ -1,6 +1,7 @@
-"""Rank 0 on the user's terminal: a pseudo-terminal, so that live progress lines work, copied to its log.
+"""A pseudo-terminal for rank 0, so that progress bars work on the user's terminal; copied to the rank's log.
 
-Only used when the front end's own output is a terminal; otherwise rank 0 writes to its log, which is read.
+Only used if the front end's own output is a terminal. Otherwise rank 0 writes to its log, which the agent
+reads.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ SHOW_CURSOR = b"\x1b[?25h\x1b[0m"
 
 
 class LineLog:
-    """Writes terminal output as plain lines: no escape sequences, a redrawn line in its last state.
+    """Writes terminal output as plain lines: no escape sequences, and only the last state of a redrawn line.
 
     Args:
-        keep: go on after what the file holds already.
+        keep: append to what the file already contains.
     """
 
     def __init__(self, path: Path, *, keep: bool = False) -> None:
@@ -40,7 +41,7 @@ class LineLog:
         *finished, self._line = (self._line + data).split(b"\n")
         for line in finished:
             self._keep(_last_state(line) + b"\n")
-        # A live line is redrawn for hours without an end: keep only what may still be visible.
+        # A progress bar is redrawn for hours without a newline: keep only what may still be visible.
         self._line = self._line[self._line.rfind(b"\r", 0, -1) + 1 :] if b"\r" in self._line else self._line
         if len(self._line) > LONGEST:
             self._keep(self._line)
@@ -60,12 +61,12 @@ class LineLog:
 
 
 class PseudoTerminal:
-    """A pseudo-terminal for a rank, whose output is read from it and goes, cleaned, to a log.
+    """A pseudo-terminal for a rank. Its output is read, cleaned, and written to a log.
 
     Args:
         log: path of the log.
         size: rows and columns of the user's terminal.
-        keep: go on after what the log holds already.
+        keep: append to what the log already contains.
 
     Attributes:
         slave: file descriptor that the rank writes to.
@@ -97,14 +98,14 @@ class PseudoTerminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def close(self) -> None:
-        """Close it; call it when the rank has ended and `read` has no more."""
+        """Close the terminal. Call this once the rank has ended and `read` returns nothing more."""
         self._log.close()
         os.close(self.slave)
         os.close(self._master)
 
 
 def size_of(descriptor: int) -> tuple[int, int] | None:
-    """Return the rows and columns of a terminal; None for what is none."""
+    """Return the rows and columns of a terminal; None if the descriptor is not a terminal."""
     try:
         packed = fcntl.ioctl(descriptor, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
     except OSError:

@@ -1,7 +1,8 @@
-"""The language of front end and agents: one JSON object a line, over the pipes of the command that starts the agent.
+"""Protocol between front end and agents: one JSON object per line, over the pipes of the agent's command.
 
-A line of ours begins with a mark, so that what a login shell prints is not taken for one. Bytes that a rank prints
-travel as text with surrogate escapes and arrive as they were. On a TCP connection each line is signed (`handshake.py`).
+Each line begins with a mark, which distinguishes it from the output of a login shell. Bytes printed by a rank
+travel as text with surrogate escapes and arrive unchanged. On a TCP connection each line is signed
+(`handshake.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ MARK = b"\x1e"  # RS, as in JSON text sequences (RFC 7464)
 ENOUGH = 1 << 20
 NOISE_KEPT = 20
 LONGEST = 1 << 26
-"""Bytes of a line; no message comes near it."""
+"""Most bytes of a line; no message comes close."""
 Message = dict[str, Any]
 
 
 def encoded(message: Message, seal: MessageSigner | None = None, mark: bytes = MARK) -> bytes:
-    """Return a line with its mark and its end."""
+    """Return a message as a line, with its mark and newline."""
     text = json.dumps(message).encode()
     return mark + (text if seal is None else seal.closed(text)) + b"\n"
 
@@ -36,11 +37,11 @@ def bytes_of(text: str) -> bytes:
 
 
 class MessageReader:
-    """Messages from a file descriptor that does not block.
+    """Reads messages from a non-blocking file descriptor.
 
     Attributes:
-        noise: the last lines that were no messages: a shell's greeting, or its complaint.
-        ended: nobody writes any more, or what cannot be believed: `forged`.
+        noise: the last lines that were not messages: a shell's greeting, or its error.
+        ended: the writer is gone, or has sent a line that failed verification: `forged`.
     """
 
     def __init__(self, fd: int, seal: MessageSigner | None = None) -> None:
@@ -52,7 +53,8 @@ class MessageReader:
         os.set_blocking(fd, False)
 
     def read(self) -> list[Message]:
-        """Return what has arrived since; of much only a part, so that the caller can do something else in between."""
+        """Return the messages that have arrived, up to a limit that lets the caller do other work in
+        between."""
         messages: list[Message] = []
         taken = 0
         while not self.ended and taken < ENOUGH:
@@ -86,10 +88,10 @@ class MessageReader:
 
 
 class MessageWriter:
-    """Messages to a file descriptor; what it does not take at once waits.
+    """Writes messages to a file descriptor; what it does not accept at once is buffered.
 
-    Nobody may be held up by a peer that does not read: neither the front end by a cut node, nor an agent by a cut
-    front end.
+    A peer that does not read must not block the sender: neither a cut-off node the front end, nor a cut-off
+    front end an agent.
     """
 
     def __init__(self, fd: int, seal: MessageSigner | None = None) -> None:
@@ -100,7 +102,7 @@ class MessageWriter:
 
     @property
     def full(self) -> bool:
-        """Return whether so much waits that more output of ranks should stay where it is."""
+        """Return whether so much is buffered that further output of ranks should be held back."""
         return len(self._waiting) > ENOUGH
 
     @property
@@ -113,7 +115,7 @@ class MessageWriter:
             self.flush()
 
     def send_plain(self, message: Message) -> None:
-        """Send a line without a mark, for who does not know of marks yet."""
+        """Send a line without a mark, to a reader that does not handle marks yet."""
         self._waiting += encoded(message, self._seal, mark=b"")
         self.flush()
 

@@ -1,4 +1,4 @@
-"""Talking to other ranks: the mesh, its axes, and the few collectives that everything uses."""
+"""Communication between ranks: the mesh, its axes, and the collectives that all packages use."""
 
 from launcher.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from launcher.comm.log import log_summary

@@ -1,4 +1,4 @@
-"""The one place that decides how the ranks of an axis reach each other: once, when the axis gets its process group."""
+"""Selection of the transport of an axis, made once, when the axis gets its process group."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TRANSPORT = "LAUNCHER_CPU_TRANSPORT"  # "sockets": never read the memory of othe
 def choose(
     device: torch.device, group: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None
 ) -> Transports:
-    """Return the transport between the ranks of `group`; its `str` says what was chosen. Collective.
+    """Return the transports between the ranks of `group`; their `str` describes the choice. Collective.
 
     Args:
         device: of this rank.
-        reductions: on CUDA, a second group of the same ranks.
+        reductions: on CUDA, a second group of the same ranks, for reductions.
     """
     if device.type == "cuda":
         return plain_transports(group, reductions)
@@ -37,7 +37,7 @@ def choose(
 
 
 def plain_transports(group: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> Transports:
-    """Return the transports of any process group, without a trial: NCCL between devices, sockets between CPUs."""
+    """Return the transports of any process group, without probing: NCCL for devices, sockets for CPUs."""
     from launcher.comm.gloo import GlooTransport
     from launcher.comm.nccl import NcclTransport
 

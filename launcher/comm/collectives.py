@@ -1,9 +1,10 @@
-"""The few collectives on tensors: tagged, recorded and timed here, and sent by the axis' transport.
+"""Collectives on tensors: tagged, recorded and timed here, and carried out by the transport of the axis.
 
-Every call carries a tag `unit/phase` that says who asked; the tag names the profiler range and the records that
-tests count. A call returns a `Pending`; `wait()` gives the result.
+Every call has a tag `unit/phase` that identifies the caller; the tag names the profiler range and the records
+that tests count. A call returns a `Pending`; after its `wait()` the result is in place.
 
-All buffers are flat. With N ranks on the axis a buffer of N * s elements is N slices of s; rank r owns slice r.
+All buffers are flat. With N ranks on the axis a buffer of N * s elements is N slices of s; rank r owns slice
+r.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ B = TypeVar("B", Tensor, Sequence[Tensor])
 
 
 def _timed(start: Callable[Concatenate[B, P], Pending]) -> Callable[Concatenate[B, P], Pending]:
-    """Return the collective `start`, timed while somebody observes (`observe.py`)."""
+    """Return the collective `start`, timed while there are observers (`observe.py`)."""
 
     @wraps(start)
     def begin(buffer: B, *args: P.args, **kwargs: P.kwargs) -> Pending:
@@ -49,7 +50,7 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
     """Fill `full` [N * s] from the slices of all ranks; slice r already holds this rank's part.
 
     Args:
-        within: only these elements of every slice: a large buffer is gathered in several calls.
+        within: only these elements of every slice, so that a large buffer can be gathered in several calls.
     """
     if axis.levels is not None:
         return _gather_by_levels([part[within] for part in full.chunk(axis.degree)], *axis.levels, tag)
@@ -59,7 +60,8 @@ def all_gather(full: Tensor, axis: Axis, tag: str, *, within: slice = slice(None
 
 
 def _gather_by_levels(slices: list[Tensor], across: Axis, inside: Axis, tag: str) -> Pending:
-    """First every rank gathers the slices of its place in all nodes, then each node exchanges what its ranks have."""
+    """Gather in two hops: first the slices of ranks at the same place in all nodes, then those of the ranks
+    inside a node."""
     first = _gather(slices[inside.rank :: inside.degree], across, tag)
 
     def rest() -> None:
@@ -71,7 +73,7 @@ def _gather_by_levels(slices: list[Tensor], across: Axis, inside: Axis, tag: str
 
 
 def _gather(slices: list[Tensor], axis: Axis, tag: str) -> Pending:
-    """Fill every slice from its rank, wherever they lie."""
+    """Fill every slice from its rank, at whatever addresses the slices are."""
     _note("all_gather", tag, axis, slices[0], slices[0].numel() * axis.degree)
     with profiled(axis, tag, "all_gather"):
         return axis.transport(slices[0]).all_gather_slices(slices)
@@ -84,9 +86,12 @@ def reduce_scatter(
     """Sum slice r of every rank's `full` [N * s] into `out` [s] of rank r.
 
     Args:
-        full: this rank's contribution; not changed, and must not be until the result was waited for.
-        out: where the sum goes; may be slice r of `full` itself, and may have a wider dtype, in which it is summed.
-        within: only these elements of every slice, and of `out`: a large buffer is reduced in several calls.
+        full: this rank's contribution. It is not changed, and must not be changed before `wait()` has
+            returned.
+        out: receives the sum; may be slice r of `full` itself, and may have a wider dtype, in which the sum
+            is computed.
+        within: only these elements of every slice, and of `out`, so that a large buffer can be reduced in
+            several calls.
         accumulate: add to `out` instead of overwriting it.
     """
     _note("reduce_scatter", tag, axis, full, _numel(full, axis, within))
@@ -112,11 +117,12 @@ def broadcast(buffer: Tensor, axis: Axis, tag: str, *, source: int = 0) -> Pendi
 
 @_timed
 def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis, tag: str) -> Pending:
-    """Send a flat tensor of its own to every rank, and receive one from each.
+    """Send a separate flat tensor to every rank, and receive one from each.
 
     Args:
         outgoing: by coordinate; this rank's own entry is not sent. Sizes may differ, and may be 0.
-        incoming: by coordinate, of the sizes that the others send; this rank's own entry is not written.
+        incoming: by coordinate, with the sizes that the other ranks send; this rank's own entry is not
+            written.
     """
     sent = sum(_nbytes(outgoing[peer]) for peer in axis.peers)
     numel, nbytes = sum(part.numel() for part in outgoing), sum(map(_nbytes, outgoing))
@@ -126,19 +132,19 @@ def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axi
 
 
 def profiled(axis: Axis, tag: str, op: str) -> AbstractContextManager[Any]:
-    """Return the profiler range of what is sent along an axis; none where nothing is."""
+    """Return the profiler range of a transfer along an axis; a null context if nothing is sent."""
     return nullcontext() if axis.group is None else record_function(f"{tag}/{op}")
 
 
 def _note(op: str, tag: str, axis: Axis, like: Tensor, numel: int, rounds: int = 1) -> None:
-    """Record what takes part: so many elements, all slices together, of the dtype of `like`."""
+    """Record a collective of `numel` elements, all slices together, with the dtype of `like`."""
     nbytes = numel * like.element_size()
     sent = nbytes * rounds * (axis.degree - 1) // axis.degree
     keep_record(CollectiveRecord(op, tag, axis.name, numel, sent, nbytes), axis)
 
 
 def _numel(full: Tensor, axis: Axis, within: slice) -> int:
-    """Return the elements of a buffer of all ranks that take part."""
+    """Return how many elements of a buffer of all ranks take part."""
     return axis.degree * len(range(*within.indices(full.numel() // axis.degree)))
 
 

@@ -1,8 +1,8 @@
-"""CPU ranks over sockets, by gloo.
+"""The gloo transport: CPU ranks over sockets.
 
-Its own reduce-scatter is an all-reduce of a copy, and its all-gather copies twice. So the two are made of pairwise
-sends: each rank sends slice j straight to rank j. The bytes that travel are the optimum, (N - 1) / N of the buffer, and
-the sum is taken in rank order: the same number on every run.
+Gloo's own reduce-scatter is an all-reduce of a copy, and its all-gather copies twice. Both are therefore
+built from pairwise sends: each rank sends slice j directly to rank j. The traffic is optimal, (N - 1) / N of
+the buffer, and the sum is computed in rank order, so that its result is the same on every run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ NUMBERS = 1 << 20  # far more than are ever in flight together
 
 
 class MessageNumbers:
-    """Keep messages apart of which many are in flight together: all ranks number them alike, each for itself.
+    """Numbers messages that are in flight together. All ranks count in the same way, each on its own.
 
-    Gathers, reductions, exchanges, and what goes from one rank to another are numbered apart, for their order relative
-    to each other may differ from rank to rank. The last two bits of a number say which of the four it is.
+    Gathers, reductions, exchanges and point-to-point messages are counted separately, because their order
+    relative to each other may differ between ranks. The last two bits of a number identify the kind.
     """
 
     def __init__(self) -> None:
         self._collectives = [itertools.count(kind, 4) for kind in range(3)]
-        self._sent: Counter[tuple[int, bool]] = Counter()  # by (the other rank, whether it goes back)
+        self._sent: Counter[tuple[int, bool]] = Counter()  # by (peer, back)
         self._received: Counter[tuple[int, bool]] = Counter()
 
     def gather(self) -> int:
@@ -54,10 +54,10 @@ class MessageNumbers:
 
 
 class GlooTransport(Transport):
-    """The ranks of a process group with gloo.
+    """Transport over a process group with gloo.
 
     Args:
-        why: not by a faster way, for people; "" where there is none.
+        why: why no faster transport is used, for display; "" if there is none.
     """
 
     def __init__(self, group: dist.ProcessGroup, why: str = "") -> None:
@@ -107,7 +107,7 @@ class GlooTransport(Transport):
 
 
 def sum_in_rank_order(parts: dict[int, Tensor], out: Tensor, *, accumulate: bool) -> None:
-    """Sum the parts of all ranks into `out`: the same number on every run, whoever was first.
+    """Sum the parts of all ranks into `out`, in rank order, so that the order of arrival has no effect.
 
     Args:
         parts: by rank, at least two; this rank's may be `out` itself. Others may be overwritten.
@@ -117,7 +117,7 @@ def sum_in_rank_order(parts: dict[int, Tensor], out: Tensor, *, accumulate: bool
     if accumulate:
         out.add_(first).add_(second)
     elif any(part.data_ptr() == out.data_ptr() for part in rest):
-        # `out` is the slice of a rank that is not summed yet; the first part was received, so it may be overwritten.
+        # `out` is a part that is not summed yet. The first part was received and may be overwritten.
         for part in (second, *rest):
             first.add_(part)
         out.copy_(first)

@@ -1,7 +1,8 @@
-"""Process groups of lines of the mesh: for tensors of the device and of the host, with all ranks' timeout, connected.
+"""Process groups for lines of ranks in the mesh, for device and host tensors, connected on creation.
 
-NCCL connects the ranks of a group at its first collective, and the host waits there for all of them. Where two groups
-are first used in another order here than there, nobody would go on: so a group is connected when it is made.
+NCCL connects the ranks of a group at its first collective, and blocks the host until all of them arrive. If
+two ranks first used two groups in different orders, they would deadlock, so a group is connected when it is
+created. Groups have the timeout of the default process group.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from launcher.comm.setup import BACKENDS
 
 
 def line_of(lines: list[list[int]], device: torch.device) -> dist.ProcessGroup | None:
-    """Return a new group of this rank's line; None where it is on no line. Every rank must call it.
+    """Return a new group of this rank's line; None if it is on no line. Every rank must call this.
 
     Args:
-        lines: global ranks, of which none is on two lines.
+        lines: global ranks; no rank is on two lines.
         device: of this rank.
     """
     world = dist.group.WORLD
@@ -31,26 +32,27 @@ def line_of(lines: list[list[int]], device: torch.device) -> dist.ProcessGroup |
 
 
 def all_ranks(device: torch.device) -> dist.ProcessGroup:
-    """Return the group of all ranks; one more where scripts have started it in another way. All ranks must call it."""
+    """Return the group of all ranks: the default one, or a second one if a script has initialized the default
+    differently. Every rank must call this."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed has been started"
     backends = dist.get_backend_config(world)
     ours = "cpu:" in backends
-    if device.type == "cuda":  # NCCL's, and connected when it was made
+    if device.type == "cuda":  # must be NCCL's, and connected when it was created
         ours = ours and "cuda:nccl" in backends and world.bound_device_id is not None
     return world if ours else _as_ours(world, device)
 
 
 @lru_cache(maxsize=1)
 def _as_ours(world: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return one more group of all ranks, for all engines."""
+    """Return a second group of all ranks, shared by all engines."""
     line = line_of([list(range(world.size()))], device)
     assert line is not None
     return line
 
 
 def connected(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Connect the ranks of a group, if they are not; all of them must call it."""
+    """Connect the ranks of a group, unless they are connected already. All of its ranks must call this."""
     if device.type == "cuda":
         backend = group._get_backend(device)
         if isinstance(backend, dist.ProcessGroupNCCL) and not backend._is_initialized():
@@ -65,8 +67,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def or_alone(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the process group of an axis; that of this rank alone where the axis has none, for to torch None means all
-    ranks. None where there is one rank."""
+    """Return the process group of an axis, or a group of this rank alone if the axis has none: to torch, None
+    means all ranks. Return None if there is only one rank."""
     if group is not None or not dist.is_initialized() or dist.get_world_size() == 1:
         return group
     return _alone(dist.group.WORLD)
@@ -77,9 +79,9 @@ def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of this rank only.
 
     Args:
-        world: all ranks; after they were set up anew the old group is of no use.
+        world: all ranks. Part of the cache key: once they are initialized anew, the old group is invalid.
     """
-    # NCCL would make it by splitting the group of all ranks, which all of them would have to do together.
+    # NCCL would create it by splitting the group of all ranks, and all of them would have to take part.
     backend = None if world.bound_device_id is None else "gloo"
     made: dist.ProcessGroup = dist.new_group(
         [dist.get_rank()], use_local_synchronization=True, backend=backend

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from launcher.monitor.comms import CommsLog
 
 _log: CommsLog | None = None
-_unread: list[Timing] = []  # on CUDA a timing is read after the step: reading it at once would wait for it
+_unread: list[Timing] = []  # on CUDA read after the step: reading at once would synchronize
 
 
 def start_log(*, operations: frozenset[str] | None, by_unit: bool, verbose: bool) -> CommsLog:
-    """Log every collective from now on, until `stop_log`. A log that runs already is ended.
+    """Log every collective from now on, until `stop_log`. A log that is already running is ended.
 
     Args:
-        operations: those to log; None: all.
-        by_unit: tell units apart.
+        operations: the operations to log; None: all.
+        by_unit: log each unit separately.
         verbose: print each, on rank 0.
     """
     from launcher.monitor.comms import CommsLog
@@ -35,7 +35,7 @@ def start_log(*, operations: frozenset[str] | None, by_unit: bool, verbose: bool
 
 
 def stop_log() -> None:
-    """Log no more; what was logged is forgotten."""
+    """Stop logging, and discard the log."""
     global _log
     if _log is not None:
         observers.remove(_note)
@@ -44,7 +44,10 @@ def stop_log() -> None:
 
 
 def read_log() -> CommsLog | None:
-    """Return the log with everything that was waited for; None: comms_logger is off. Call it now and then on CUDA."""
+    """Return the log, with every collective that has been waited for; None if comms_logger is off.
+
+    On CUDA, call it from time to time.
+    """
     if _log is not None:
         for timing in _unread:
             record = timing.record
@@ -57,8 +60,8 @@ def log_summary(show_straggler: bool = False) -> None:
     """Print the log of rank 0.
 
     Args:
-        show_straggler: add what rank 0 waited for slower ranks: its time less the least time of any rank. Every rank
-            must call it then.
+        show_straggler: add how long rank 0 waited for slower ranks: its time minus the least time of any
+            rank. Every rank must call it then.
     """
     log = read_log()
     if log is None:

@@ -1,4 +1,4 @@
-"""The mesh: how many ranks each kind of parallelism has, and the process group of each axis."""
+"""The device mesh: the degree of each kind of parallelism, and the process group of each axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launcher.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 AXES = ("pp", "dp", "cp", "tp")  # outermost first: tp ranks are neighbours, so they share a node
-MANY = 8  # ranks that are not told one by one
+MANY = 8  # longer lists of ranks are abbreviated
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Axis:
 
     Args:
         name: "dp", "tp", ...
-        degree: how many ranks lie along the axis; 1 is the degenerate case and has no process group.
+        degree: number of ranks along the axis; 1 is the degenerate case and has no process group.
         rank: this rank's coordinate on the axis, 0 .. degree - 1.
-        group: process group of the ranks along the axis. None where there is nobody to talk to: with degree 1, and in a
-            rehearsal. Nothing is sent then, and what would be received has any content.
-        transports: how its ranks reach each other, chosen when the group was made (`choose.py`); None without a group.
-        levels: (across nodes, inside a node): gathers along this axis go in these two hops; None: in one.
+        group: process group of the ranks along the axis. None if there is no rank to communicate with: with
+            degree 1, and in a rehearsal. Nothing is sent then, and receive buffers have arbitrary content.
+        transports: how its ranks communicate, chosen when the group was created; None without a group.
+        levels: (across nodes, inside a node): gathers along this axis use these two hops; None: one hop.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Axis:
 
     @classmethod
     def over(cls, name: str, group: dist.ProcessGroup | None = None) -> Axis:
-        """Return an axis of a process group that others have made, over which nothing is tried; None: of all ranks."""
+        """Return an axis over an existing process group (None: all ranks), without probing for transports."""
         group = group or dist.group.WORLD
         assert group is not None, "torch.distributed has been started"
         return cls(name, group.size(), group.rank(), group, plain_transports(group))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
-        """Return the axis itself: a copy of a module goes to the same ranks."""
+        """Return the axis itself: a copied module communicates with the same ranks."""
         return self
 
     def transport(self, tensor: Tensor) -> Transport:
-        """Return the way that a tensor goes."""
+        """Return the transport for a tensor."""
         return self._alone if self.transports is None else self.transports.of(tensor)
 
     @cached_property
@@ -64,7 +64,7 @@ class Axis:
 
     @cached_property
     def members(self) -> str:
-        """Return the ranks along the axis, for people: "ranks 0,2", "ranks 0,8,...,56"."""
+        """Return the ranks along the axis, for display: "ranks 0,2", "ranks 0,8,...,56"."""
         ranks = dist.get_process_group_ranks(self.group) if self.group is not None else []
         few = ranks if len(ranks) <= MANY else [*ranks[:2], "...", ranks[-1]]
         return f"ranks {','.join(map(str, few))}" if ranks else self.name
@@ -82,21 +82,21 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of a run. Built once; every package takes the axis it works on."""
+    """All axes of a run. Built once; every package receives the axis it works on."""
 
     device: torch.device
     world_size: int = 1
     rank: int = 0
     axes: dict[str, Axis] = field(default_factory=dict)
-    on_paper: bool = False  # no such ranks are there: axes have degrees and no groups
-    experts: dict[str, Axis] = field(default_factory=dict)  # ep and edp, once experts are spread
+    on_paper: bool = False  # simulated ranks: axes have degrees, but no groups
+    experts: dict[str, Axis] = field(default_factory=dict)  # ep and edp, once experts are sharded
 
     @classmethod
     def planned(cls, device: torch.device, world_size: int, rank: int, **degrees: int) -> Mesh:
-        """Return the mesh that one rank of a run would see, where there is no run.
+        """Return the mesh that one rank of a run would see, without a run.
 
         Args:
-            degrees: as of `build`; all that are not 1.
+            degrees: as in `build`; all degrees other than 1.
         """
         ranks = torch.arange(world_size).view([degrees.get(name, 1) for name in AXES])
         axes = {name: _on_paper(name, rank, ranks, dim) for dim, name in enumerate(AXES)}
@@ -104,7 +104,7 @@ class Mesh:
 
     @classmethod
     def build(cls, device: torch.device, **degrees: int) -> Mesh:
-        """Lay the ranks of the default process group out along the axes.
+        """Arrange the ranks of the default process group along the axes.
 
         Args:
             device: the device of this rank.
@@ -142,13 +142,18 @@ class Mesh:
 
     @cached_property
     def dp_cp(self) -> Axis:
-        """Return the ranks that hold the same parameters: those of dp, and those that share their sequences (cp). Every
-        rank must ask for it, for it may have a process group of its own."""
+        """Return the axis of the ranks with the same parameters: dp, and ranks that share sequences (cp).
+
+        Every rank must access this property, because it may create a process group.
+        """
         return self.joined("dp", "cp")
 
     def joined(self, outer: str, inner: str) -> Axis:
-        """Return one axis over two that are neighbours in the mesh, or have only axes of degree 1 between them. Its
-        name is "outer_inner", or that of the one with more than one rank. Every rank must call it."""
+        """Return one axis over two that are adjacent in the mesh, or have only axes of degree 1 between them.
+
+        Its name is "outer_inner", or that of the only axis with more than one rank. Every rank must call
+        this.
+        """
         one, other = self.axes[outer], self.axes[inner]
         if one.degree == 1 or other.degree == 1:
             return one if other.degree == 1 else other
@@ -159,8 +164,10 @@ class Mesh:
         return self._line(f"{outer}_{inner}", torch.arange(self.world_size).view(shape), first)
 
     def split_cp(self, inner: int) -> tuple[Axis, Axis]:
-        """Return two axes inside cp: `ring`, across groups of `inner` neighbours, and `ulysses`, inside each. Every
-        rank must call it; `inner` must divide the degree of cp."""
+        """Return two axes inside cp: `ring`, across groups of `inner` neighbours, and `ulysses`, inside each.
+
+        Every rank must call this; `inner` must divide the degree of cp.
+        """
         cp = self.axes["cp"]
         if inner == cp.degree:
             return Axis("ring"), replace(cp, name="ulysses")
@@ -170,9 +177,9 @@ class Mesh:
         return ring, ulysses
 
     def split_dp(self, size: int) -> tuple[Axis, Axis]:
-        """Return two axes inside dp_cp: `shard`, groups of `size` neighbours, and `replicate`, across these groups.
+        """Return two axes inside dp_cp: `shard`, groups of `size` neighbours, and `replicate`, across them.
 
-        Every rank must call it; `size` must divide the degree of dp_cp.
+        Every rank must call this; `size` must divide the degree of dp_cp.
         """
         if size == self.dp_cp.degree:
             return self.dp_cp, Axis("replicate")
@@ -182,24 +189,32 @@ class Mesh:
         return shard, replicate
 
     def split_for_experts(self, size: int) -> tuple[Axis, Axis]:
-        """Return two axes over the ranks of dp, cp and tp: `ep`, groups of `size` neighbours, which have different
-        experts, and `edp`, across these groups, whose ranks have the same experts (Liu et al. 2025, arXiv:2504.14960).
-        Every rank must call it; `size` must divide the product of the degrees."""
+        """Return two axes over the ranks of dp, cp and tp: `ep`, groups of `size` neighbours, which have
+        different experts, and `edp`, across these groups, whose ranks have the same experts (Liu et al. 2025,
+        arXiv:2504.14960).
+
+        Every rank must call this; `size` must divide the product of the degrees.
+        """
         ranks = self.dp_cp.degree * self.axes["tp"].degree
         edp, ep = self._inside("dp", "tp", edp=ranks // size, ep=size)
         self.experts.update(edp=edp, ep=ep)
         return edp, ep
 
     def with_levels(self, shard: Axis, node: int) -> Axis:
-        """Return the axis `shard`, which lies innermost in dp_cp, with gathers in two hops: across nodes of `node`
-        ranks of it, then inside each. Every rank must call it; `node` must divide its degree."""
+        """Return the axis `shard`, the innermost part of dp_cp, with gathers in two hops: across nodes of
+        `node` of its ranks, then inside each node.
+
+        Every rank must call this; `node` must divide the degree of `shard`.
+        """
         sizes = {"": self.dp_cp.degree // shard.degree, "across": shard.degree // node, "inside": node}
         across, inside = self._inside("dp", "cp", **sizes)
         return replace(shard, levels=(across, inside))
 
     def part_of(self, name: str, coordinates: Sequence[int]) -> Axis:
-        """Return an axis of some coordinates of the axis `name`, in their order; on the other ranks it has degree 1.
-        Every rank must call it."""
+        """Return an axis over some coordinates of the axis `name`, in order; other ranks get degree 1.
+
+        Every rank must call this.
+        """
         whole = self.axes[name]
         if len(coordinates) == whole.degree:
             return whole
@@ -209,8 +224,8 @@ class Mesh:
         return axis if whole.rank in coordinates else Axis(name)
 
     def _inside(self, first: str, last: str, **sizes: int) -> list[Axis]:
-        """Return an axis for each size; together they are the mesh's axes from `first` to `last`, outermost first. One
-        without a name is left out."""
+        """Return an axis for each size; together they span the mesh's axes from `first` to `last`, outermost
+        first. A size without a name yields no axis."""
         degrees = [self.axes[name].degree for name in AXES]
         place = AXES.index(first)
         shape = (*degrees[:place], *sizes.values(), *degrees[AXES.index(last) + 1 :])
@@ -228,12 +243,12 @@ class Mesh:
 
 
 def warning_of_tp_over_nodes(degree: int, world: int, node: int) -> str | None:
-    """Return what tensor parallelism over several nodes costs; None where every group of neighbours is inside one node.
+    """Return a warning about tensor parallelism across nodes; None if every tp group is inside one node.
 
     Args:
         degree: of the tp axis.
         world: number of ranks.
-        node: ranks on each node.
+        node: ranks per node.
     """
     if world <= node or node % degree == 0:
         return None
@@ -261,7 +276,7 @@ def _axes(device: torch.device, shape: tuple[int, ...], world: int) -> dict[str,
 def _line(
     name: str, device: torch.device, ranks: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None
 ) -> Axis:
-    """Return this rank's line along dimension `dim` of the mesh, with process groups of its own, or with `group`."""
+    """Return this rank's line along dimension `dim` of the mesh, with new process groups, or with `group`."""
     degree = ranks.shape[dim]
     if degree == 1:
         return Axis(name)
@@ -271,7 +286,7 @@ def _line(
     group = group or line_of(lines, device)
     reductions = line_of(lines, device) if device.type == "cuda" else None
     if group is None:
-        return Axis(name)  # this rank is on no such line; it helped to make the groups
+        return Axis(name)  # this rank is on no such line; it only took part in creating the groups
     return Axis(name, degree, group.rank(), group, choose(device, group, reductions))
 
 

@@ -1,4 +1,4 @@
-"""CUDA ranks by torch.distributed's own collectives, which are NCCL's."""
+"""The NCCL transport: CUDA ranks, through the collectives of torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _openings: Counter[str] = Counter()
-"""How often ways of a group were opened: engines that follow each other share the group of all ranks and its store, and
-all of its ranks make them in one order."""
+"""How often ways of a group were opened. Engines that follow each other share the group of all ranks and its
+store, and all ranks open their ways in the same order."""
 
 
 class NcclTransport(Transport):
-    """The ranks of two process groups of the same ranks.
+    """Transport over two process groups of the same ranks.
 
     Args:
-        group: for gathers, and what goes forward.
-        reductions: for the rest. NCCL needs all ranks to start the collectives of a group in one order, and under
-            ZeRO-3 a gather on demand may come before a reduction here and after it there.
+        group: for gathers, broadcasts, and messages between ranks without an open `Way`.
+        reductions: for the rest. NCCL needs all ranks to start the collectives of a group in the same order,
+            and under ZeRO-3 an on-demand gather may come before a reduction on one rank and after it on
+            another.
 
     [Note: A communicator for each way]
-    All that a communicator does on a rank runs on one stream, in the order in which it was started. A pipeline posts
-    receives before it sends what they answer: on a communicator of both, the send waits behind the receive, and the
-    receive waits for the other rank, which waits for the send. So each `Way` has a communicator of its two ranks. It
-    is connected when it is opened, in one order on all ranks: NCCL would connect it at its first message, and would
-    let the host wait there until the other rank has come to its end of that message. Nor are receives started ahead: a
-    kernel that waits for another rank keeps back all that waits for the whole device, as the loading of a kernel does,
-    and the other rank may need what comes after that.
+    Everything that a communicator does on a rank runs on one stream, in the order in which it was started. A
+    pipeline posts a receive before the send that the receive is an answer to. On a shared communicator the
+    send would wait for the receive, and the receive for the other rank, which waits for the send. So each
+    `Way` has a communicator of its two ranks. It is connected when it is opened, in the same order on all
+    ranks: otherwise NCCL would connect it at its first message, and block the host until the other rank
+    reaches its end of that message. Receives are not posted ahead either: a kernel that waits for another
+    rank delays everything that waits for the whole device, such as loading a kernel, and the other rank may
+    depend on what comes after that.
     """
 
     posts_ahead = False
@@ -46,10 +48,10 @@ class NcclTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, reductions: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self.group, self.reductions = group, reductions
-        self._ways: dict[Way, Any] = {}  # torch's stubs do not know that a Backend sends
+        self._ways: dict[Way, Any] = {}  # torch's stubs lack Backend.send and recv
 
     def __str__(self) -> str:
-        return ""  # a run says "nccl" already
+        return ""  # a run already reports "nccl"
 
     def all_gather(self, full: Tensor, within: slice) -> Pending:
         slices = self.slices(full, within)
@@ -95,7 +97,7 @@ class NcclTransport(Transport):
 
     def close_ways(self) -> None:
         if self._ways:
-            torch.cuda.synchronize()  # nothing is on its way
+            torch.cuda.synchronize()  # no message may be in flight
         for way in self._ways.values():
             way.shutdown()
         self._ways.clear()
@@ -109,14 +111,14 @@ class NcclTransport(Transport):
         return Pending([self.group.recv([tensor], source, 0) if way is None else way.recv([tensor], 0, 0)])
 
     def _between_two(self, store: dist.Store, rank: int) -> dist.ProcessGroupNCCL:
-        """Return a communicator of two ranks, of which rank 0 sends. Both must call it."""
-        # torch has 32 streams for all others, and would give two communicators the same one
+        """Return a communicator of two ranks, of which rank 0 is the sender. Both must call this."""
+        # torch has 32 streams for all others, so that two communicators might share one
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout_of(self.group)
         made = dist.ProcessGroupNCCL(store, rank, 2, options)
         device = torch.device("cuda", torch.cuda.current_device())
         made.eager_connect_single_device(device)
-        first = torch.zeros(1, device=device)  # at the first message the host waits for the other one
+        first = torch.zeros(1, device=device)  # the first message blocks the host: do it now
         way: Any = made
         (way.send([first], 1, 0) if rank == 0 else way.recv([first], 0, 0)).wait()
         return made

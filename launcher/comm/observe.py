@@ -1,4 +1,4 @@
-"""Times of collectives: from their start, by the wait for them, to its end. Off, nothing is measured."""
+"""Timing of collectives, while there are observers: their start, and the start and end of the wait."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Timing:
     """The times of one collective on this rank.
 
     Args:
-        record: what it was.
-        device: whose clock counts.
-        started: before it was started.
+        record: of the collective.
+        device: the device whose clock is read.
+        started: the time just before the collective was started.
     """
 
     def __init__(self, record: CollectiveRecord, device: torch.device, started: Moment) -> None:
@@ -31,19 +31,19 @@ class Timing:
         self._waited = now(self._device)
 
     def end_wait(self) -> None:
-        """Tell everybody who observes that it is done."""
+        """Record the end of the wait, and notify all observers."""
         self._ended = now(self._device)
         for observer in observers:
             observer(self)
 
     @property
     def seconds(self) -> float:
-        """Return the time from the start to the end of the wait; compute that overlapped is in it."""
+        """Return the time from the start to the end of the wait, overlapped compute included."""
         return seconds_between(self._started, self._ended)
 
     @property
     def blocked(self) -> float:
-        """Return the wait: what the collective cost this rank."""
+        """Return the time spent waiting: what the collective cost this rank."""
         return seconds_between(self._waited, self._ended)
 
 

@@ -1,6 +1,6 @@
-"""Tensors from one rank of an axis to another: asynchronous, in the order of sending, tagged and recorded.
+"""Point-to-point messages between ranks of an axis: asynchronous, in order, tagged and recorded.
 
-What goes forward along an axis and what comes back have an order each.
+Forward and backward messages along an axis are ordered separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launcher.comm.transport import Way
 
 @dataclass
 class P2PChannel:
-    """The messages that two ranks send each other.
+    """Sends and receives messages between ranks of an axis.
 
     Args:
         axis: of the ranks.
@@ -28,23 +28,23 @@ class P2PChannel:
     axis: Axis
 
     def open(self, ways: Iterable[Way]) -> None:
-        """Make ready for messages on the device that go these ways, many at once. Every rank of the axis must call it,
-        with the same."""
+        """Prepare for many concurrent device messages on these ways. All ranks must pass the same ways."""
         if self.axis.transports is not None:
             self.axis.transports.device.open_ways(ways)
 
     def close(self) -> None:
-        """Give up what was opened."""
+        """Close the ways that were opened."""
         if self.axis.transports is not None:
             self.axis.transports.device.close_ways()
 
     @property
     def posts_ahead(self) -> bool:
-        """Return whether receives may be started before what they wait for can come."""
+        """Return whether receives may be started before the messages that they wait for can arrive."""
         return self.axis.transports is None or self.axis.transports.device.posts_ahead
 
     def send(self, tensor: Tensor, to: int, tag: str, *, back: bool = False) -> Pending:
-        """Start sending a contiguous tensor to a coordinate of the axis; it must not change until it was waited for."""
+        """Start sending a contiguous tensor to a coordinate of the axis. It must not change before `wait()`
+        has returned."""
         nbytes = tensor.numel() * tensor.element_size()
         keep_record(CollectiveRecord("send", tag, self.axis.name, tensor.numel(), nbytes, nbytes), self.axis)
         with profiled(self.axis, tag, "send"):

@@ -1,4 +1,4 @@
-"""`Pending`: a collective in flight, which is what every transport gives back."""
+"""`Pending`: a collective in flight, as returned by every transport."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Waitable(Protocol):
 
 
 class WaitClock:
-    """The seconds for which this process has waited for other ranks. On CUDA the device waits: nothing is counted."""
+    """The seconds that this process has waited for other ranks. On CUDA the device waits instead."""
 
     seconds = 0.0
 
@@ -29,11 +29,11 @@ class Pending:
     """A collective in flight. It holds its buffers: keeping the reference is what keeps them alive.
 
     Args:
-        works: what it waits for, in this order.
+        works: the operations to wait for, in this order.
         finish: called once after them.
 
     Attributes:
-        timing: set while somebody observes (`observe.py`).
+        timing: set while there are observers (`observe.py`).
     """
 
     def __init__(self, works: Sequence[Waitable] = (), finish: Callable[[], object] | None = None) -> None:
@@ -41,7 +41,7 @@ class Pending:
         self.timing: Timing | None = None
 
     def wait(self) -> None:
-        """Block until the result is in place (on CUDA: make the current stream wait for it). Safe to call again."""
+        """Block until the result is in place (on CUDA: make the current stream wait). Safe to call again."""
         works, self._works = self._works, []
         timing, self.timing = self.timing, None
         if timing is not None:

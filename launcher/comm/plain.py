@@ -1,8 +1,9 @@
-"""Plain values between ranks: they travel as JSON, so what a peer sends cannot run code here.
+"""Exchange of plain values between ranks, as JSON, so that data from a peer cannot execute code.
 
-torch.distributed's collectives of objects unpickle what the other side sends. Tuples stay tuples, and keys that are no
-strings stay what they are: schedules of torch count milestones by whole numbers, and callers' states hold tuples. Plain
-JSON would give back strings and lists, and a schedule would never meet its milestone again.
+The object collectives of torch.distributed unpickle what the other side sends. Tuples stay tuples, and keys
+that are not strings keep their type: torch's learning rate schedulers count milestones by integers, and the
+states of callers contain tuples. Plain JSON would return strings and lists, and a scheduler would never reach
+its milestones again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PAIRS, TUPLE = "__pairs__", "__tuple__"
 
 
 def encode(value: Any) -> Any:
-    """Return `value` made of what JSON can hold; what it cannot hold otherwise is left for json to refuse."""
+    """Return `value` in a form that JSON can represent; everything else is left for json to reject."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and not {PAIRS, TUPLE} & value.keys():
             return {key: encode(inner) for key, inner in value.items()}
@@ -32,7 +33,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return what `encode` was given; a subclass of dict or tuple comes back as a plain one."""
+    """Return the value that was passed to `encode`; a subclass of dict or tuple becomes a plain one."""
     if isinstance(value, dict):
         if value.keys() == {PAIRS}:
             return {decode(key): decode(inner) for key, inner in value[PAIRS]}
@@ -45,11 +46,11 @@ def decode(value: Any) -> Any:
 
 
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what every rank of the group passes, by rank. Collective.
+    """Return the values of all ranks of the group, in rank order. Collective.
 
     Args:
-        value: numbers, texts, None, and lists, tuples and dicts of them.
-        group: None is all ranks.
+        value: numbers, strings, None, and lists, tuples and dicts of them.
+        group: None means all ranks.
     """
     mine, world = packed(value), dist.get_world_size(group)
     device = _get_object_coll_device(group)
@@ -64,7 +65,7 @@ def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any
 
 
 def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Return what the first rank of the group passes; the others' values are not read. Collective."""
+    """Return the value of the group's first rank; the others' values are ignored. Collective."""
     first, device = dist.get_rank(group) == 0, _get_object_coll_device(group)
     content = packed(value).to(device) if first else None
     size = torch.tensor([0 if content is None else len(content)], device=device)
@@ -76,10 +77,10 @@ def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> 
 
 
 def packed(value: Any) -> Tensor:
-    """Return the value as [bytes] uint8 on the CPU; `unpacked` gives the value back.
+    """Return the value as [bytes] uint8 on the CPU; `unpacked` restores it.
 
     Raises:
-        TypeError: JSON cannot hold it.
+        TypeError: JSON cannot represent it.
     """
     return torch.frombuffer(bytearray(json.dumps(encode(value)).encode()), dtype=torch.uint8)
 

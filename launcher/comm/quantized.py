@@ -1,11 +1,13 @@
-"""Collectives of blocks of small integers (ZeRO++, arXiv:2306.10209): fewer bytes, and an error with a bound.
+"""Quantized collectives (ZeRO++, arXiv:2306.10209): blocks of small integers, with a bounded error.
 
-Values are cut into blocks of `BLOCK`. A block is its scale in fp32, the largest magnitude divided by the largest code,
-and a signed code of `bits` bits for each value, rounded to the nearest: no value is off by more than half its block's
-scale. A block with an infinity or a NaN comes back without a finite value, so overflow is still seen.
+Values are split into blocks of `BLOCK`. A block consists of a scale in fp32, which is the largest magnitude
+divided by the largest code, and a signed code of `bits` bits for each value, rounded to nearest: no value is
+off by more than half its block's scale. A block with an infinity or a NaN comes back without a finite value,
+so that overflow is still detected.
 
-Packed, `n` values are their codes, filled up to a multiple of 4 bytes, and then the scales:
-n + 4 ceil(n / BLOCK) bytes with 8 bits, n / 2 + 4 ceil(n / BLOCK) with 4. Of fp32 that is 1 / 3.94 and 1 / 7.76.
+Packed, `n` values are their codes, padded to a multiple of 4 bytes, followed by the scales:
+n + 4 ceil(n / BLOCK) bytes with 8 bits, n / 2 + 4 ceil(n / BLOCK) with 4. Relative to fp32 that is 1 / 3.94
+and 1 / 7.76.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from launcher.comm.mesh import Axis
 from launcher.comm.pending import Pending
 
 BLOCK = 256  # values that share a scale
-MIDDLE = 8  # added to codes of 4 bits, which are stored in halves of unsigned bytes
+MIDDLE = 8  # added to codes of 4 bits, two of which are stored per unsigned byte
 
 
 def packed_bytes(numel: int, bits: int) -> int:
-    """Return the bytes of so many packed values."""
+    """Return the size of `numel` packed values, in bytes."""
     return _code_bytes(numel, bits) + 4 * _blocks(numel)
 
 
@@ -46,7 +48,7 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(packed: Tensor, out: Tensor, bits: int) -> Tensor:
-    """Unpack what `quantize` gave into `out` [n], of any floating dtype."""
+    """Unpack the result of `quantize` into `out` [n], of any floating dtype."""
     numel = out.numel()
     scales = packed[_code_bytes(numel, bits) :].view(torch.float32)
     if bits == 4:
@@ -59,10 +61,12 @@ def dequantize(packed: Tensor, out: Tensor, bits: int) -> Tensor:
 
 
 def quantized_all_gather(full: Tensor, packed: Tensor, axis: Axis, tag: str, *, bits: int = 8) -> Pending:
-    """Fill `full` [N * s] from the packed slices of all ranks; this rank's own is unpacked too, so all have the same.
+    """Fill `full` [N * s] from the packed slices of all ranks.
+
+    This rank's own slice is unpacked too, so that all ranks have the same values.
 
     Args:
-        packed: this rank's slice [s], quantised.
+        packed: this rank's slice [s], quantized.
     """
     every = torch.empty(axis.degree * packed.numel(), dtype=torch.uint8, device=full.device)
     every[axis.span(every.numel())] = packed
@@ -85,9 +89,9 @@ def quantized_reduce_scatter(
     accumulate: bool = False,
     bits: int = 4,
 ) -> Pending:
-    """Start `reduce_scatter` in one hop: rank r gets every rank's slice r quantised and sums them in `out`'s dtype.
+    """Start `reduce_scatter` in one hop: rank r gets all slices r quantized and sums them in `out`'s dtype.
 
-    This rank's own slice takes part as it is. Sums are in rank order.
+    This rank's own slice is not quantized. Sums are in rank order.
     """
     slices, out = [part[within] for part in full.chunk(axis.degree)], out[within]
     size, mine = packed_bytes(out.numel(), bits), slices[axis.rank]
@@ -98,7 +102,7 @@ def quantized_reduce_scatter(
     pending = all_to_all(list(sent), list(received), axis, tag)
 
     def add() -> None:
-        assert sent is not None  # it lived until here
+        assert sent is not None  # keeps `sent` alive until the exchange is done
         total = out.clone() if accumulate else torch.zeros_like(out)
         for rank in range(axis.degree):
             total += mine if rank == axis.rank else dequantize(received[rank], torch.empty_like(out), bits)

@@ -1,4 +1,4 @@
-"""The record of every collective: one for those who count, and a word for who watches this process."""
+"""Records of all collectives: for code that counts them, and for the flight recorder of this process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective as this rank saw it. `sent` is in bytes, by the theory of the ring or pairwise algorithm;
-    `nbytes` are those of the whole buffer."""
+    """One collective as this rank saw it.
+
+    `sent` is in bytes, by the theory of the ring or pairwise algorithm; `nbytes` is the size of the whole
+    buffer.
+    """
 
     op: str
     tag: str
@@ -28,7 +31,7 @@ class CollectiveRecord:
 
 _recorders: list[list[CollectiveRecord]] = []
 recorder = flight_recorder.mine()
-"""Of this process; None where nobody watches it."""
+"""The flight recorder of this process; None if it is not monitored."""
 
 
 @contextmanager
@@ -39,12 +42,12 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
     try:
         yield records
     finally:
-        # equal lists are not the same
+        # by identity: the lists of two callers may be equal
         _recorders[:] = [others for others in _recorders if others is not records]
 
 
 def keep_record(record: CollectiveRecord, axis: Axis) -> None:
-    """Give the record to everybody who collects such; nothing is sent along an axis of one rank."""
+    """Append the record to all active lists and to the flight recorder, unless the axis has degree 1."""
     if axis.degree > 1:
         if recorder is not None:
             among = "" if record.op == "send" else axis.members
@@ -54,6 +57,6 @@ def keep_record(record: CollectiveRecord, axis: Axis) -> None:
 
 
 def show_wait(text: str) -> None:
-    """Let who watches this process know what it waits for by itself."""
+    """Show in the flight recorder what this process waits for, apart from collectives."""
     if recorder is not None:
         recorder.show(text)

@@ -1,4 +1,4 @@
-"""The default process group and the device of this rank, from the environment."""
+"""Initialization of the default process group, and the device of this rank, from the environment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pick_device(wanted: str = "auto") -> torch.device:
 
 
 def _bound_by_slurm(local_rank: int) -> bool:
-    """Return whether srun shows this rank its own GPU alone (--gpus-per-task=1), which is then the first."""
+    """Return whether srun shows this rank only its own GPU (--gpus-per-task=1), which then has index 0."""
     by_srun = os.environ.get("SLURM_LOCALID") == str(local_rank) and "LAUNCHER_PID" not in os.environ
     return by_srun and torch.cuda.device_count() == 1
 
@@ -55,19 +55,20 @@ def init_distributed(
     world_size: int = -1,
     port: int = PORT,
 ) -> None:
-    """Start torch.distributed from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or from what mpirun or srun set;
-    without them, a world of one.
+    """Initialize torch.distributed from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or from the variables
+    of mpirun or srun; without any of them, with a world size of 1.
 
     Safe to call again. NCCL for CUDA tensors, gloo for CPU tensors.
 
     Args:
-        init_method, rank, world_size: as for torch.distributed.init_process_group(); they come before the environment,
-            whose RANK and WORLD_SIZE become what they say.
-        port: where ranks of mpirun and srun meet, if MASTER_PORT does not say it.
+        init_method, rank, world_size: as in torch.distributed.init_process_group(). They take precedence over
+            the environment, whose RANK and WORLD_SIZE are set accordingly.
+        port: rendezvous port for ranks of mpirun and srun, if MASTER_PORT is not set.
 
     Raises:
-        ConfigError: the port is taken; mpirun started ranks on several machines and MASTER_ADDR is not set; rank or
-            world_size is given and the other is not known, or they are not those of the process group that there is.
+        ConfigError: the port is taken; mpirun started ranks on several machines and MASTER_ADDR is not set;
+            rank or world_size is given and the other is unknown, or they differ from those of an existing
+            process group.
     """
     if dist.is_initialized():
         check_arguments(rank, world_size, (dist.get_rank(), dist.get_world_size()))
@@ -77,7 +78,7 @@ def init_distributed(
     device = device or pick_device()
     backend = BACKENDS[device.type]
     if device.type == "cuda":
-        # All ways of a group are connected when it is made, as `groups.py` says why: not when one is first used.
+        # Connect a group completely when it is created, not at the first use of a connection (`groups.py`).
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     if init_method is None and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -1,6 +1,7 @@
-"""Ranks that mpirun or srun started without `launch`: which rank this is, by the variables that they set.
+"""Identity of ranks that mpirun or srun started without `launch`, from the variables that these set.
 
-`mpirun -n 4 python train.py` and `srun -n 4 python train.py` would else be four worlds of one rank, without a word.
+Otherwise `mpirun -n 4 python train.py` and `srun -n 4 python train.py` would silently be four worlds of one
+rank.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from urllib.parse import parse_qs, urlsplit
 from launcher.errors import ConfigError
 
 PORT = 29500
-"""Where ranks meet that were told no port; torch's and DeepSpeed's default."""
+"""Default rendezvous port, the same as torch's and DeepSpeed's."""
 
 
 class _Starter(NamedTuple):
-    """Variables of a program that starts ranks."""
+    """Variables set by a program that starts ranks."""
 
     command: str
     rank: str
@@ -35,21 +36,21 @@ _STARTERS = (  # Slurm last: inside a job mpirun starts its own processes with s
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     _Starter("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # of a step: a batch script itself has SLURM_NTASKS, and is one process
+    # variables of a job step: a batch script itself also has SLURM_NTASKS, but is a single process
     _Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
 
 def take_ranks(environment: MutableMapping[str, str] | None = None, port: int = PORT) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT where mpirun or srun started
-    several ranks and nobody has set them.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT if mpirun or srun
+    started several ranks and RANK and WORLD_SIZE are not set.
 
     Args:
-        environment: default: that of this process.
-        port: where the ranks meet, if MASTER_PORT does not say it.
+        environment: default: the environment of this process.
+        port: the rendezvous port, if MASTER_PORT is not set.
 
     Raises:
-        ConfigError: the ranks are on several machines, and nothing says where the first one is.
+        ConfigError: the ranks are on several machines, and MASTER_ADDR is not set.
     """
     env = os.environ if environment is None else environment
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -73,10 +74,10 @@ def take_ranks(environment: MutableMapping[str, str] | None = None, port: int = 
 
 
 def take_arguments(init_method: str | None, rank: int, world_size: int) -> None:
-    """Set RANK and WORLD_SIZE to what a program said itself; -1: it did not say it.
+    """Set RANK and WORLD_SIZE to the arguments of a program; -1: not given.
 
     Raises:
-        ConfigError: one of the two is missing, or nothing says where ranks meet.
+        ConfigError: one of the two is missing, or there is no rendezvous address.
     """
     env = os.environ
     if init_method is None and rank < 0 and world_size < 0:
@@ -103,8 +104,8 @@ def take_arguments(init_method: str | None, rank: int, world_size: int) -> None:
 
 
 def _said(name: str, number: int, init_method: str | None) -> int | None:
-    """Return it by the argument, else by the address (`tcp://host:port?rank=0&world_size=2`), else by the
-    environment."""
+    """Return the value from the argument, else from the URL (`tcp://host:port?rank=0&world_size=2`), else
+    from the environment."""
     if number >= 0:
         return number
     query = parse_qs(urlsplit(init_method or "").query).get(name.lower())
@@ -118,7 +119,7 @@ def _told(init_method: str | None, rank: int, world_size: int) -> str:
 
 
 def check_arguments(rank: int, world_size: int, here: tuple[int, int]) -> None:
-    """Raise ConfigError where a process group that there is already has another rank or size than was asked for."""
+    """Raise ConfigError if an existing process group has another rank or size than requested."""
     asked = (here[0] if rank < 0 else rank, here[1] if world_size < 0 else world_size)
     if asked != here:
         raise ConfigError(
@@ -130,6 +131,6 @@ def check_arguments(rank: int, world_size: int, here: tuple[int, int]) -> None:
 
 
 def _number(text: str | None) -> int:
-    """Return the number, 0 where there is none; srun writes `4`, and `4(x2)` for two nodes of four."""
+    """Parse a number; 0 if there is none. srun writes `4`, and `4(x2)` for two nodes of four."""
     digits = (text or "").partition("(")[0].partition(",")[0]
     return int(digits) if digits.isdecimal() else 0

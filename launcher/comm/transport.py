@@ -1,7 +1,7 @@
-"""`Transport`: how tensors go between the ranks of one axis. The interface that every way of sending has.
+"""`Transport`: the interface for moving tensors between the ranks of one axis.
 
-Nothing here is tagged, counted or timed: `collectives.py` and `p2p.py` do that, for all transports alike, and decide
-nothing. `choose.py` decides, once, when an axis gets its process group.
+Transports do not tag, count or time anything: `collectives.py` and `p2p.py` do, for all of them alike.
+`choose.py` selects the transport, once, when an axis gets its process group.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from launcher.comm.pending import Pending
 
 
 class Way(NamedTuple):
-    """The messages of one rank of an axis to another, in one direction and in order.
+    """A sequence of messages from one rank of an axis to another, in one direction and in order.
 
     Attributes:
-        source, to: coordinates of the two.
+        source, to: coordinates of the two ranks.
         back: against the direction of the forward pass.
     """
 
@@ -31,19 +31,19 @@ class Way(NamedTuple):
 
 
 class Transport(ABC):
-    """The ranks of one axis, as they reach each other. `str` says how, for people.
+    """Moves tensors between the ranks of one axis. `str` describes how, for display.
 
-    Buffers are flat. A buffer of all ranks, `full` [N * s], is N slices of s; `within` names elements of every slice.
-    What a call is given must not change, and what it fills must not be read, until the `Pending` was waited for. All
-    ranks start the same gathers in the same order, and the same reductions; but a gather here may come before a
-    reduction, and there after it.
+    Buffers are flat. A buffer of all ranks, `full` [N * s], is N slices of s; `within` selects elements of
+    every slice. Inputs must not be changed, and outputs must not be read, before the `Pending` was waited
+    for. All ranks start the same gathers in the same order, and likewise the same reductions; but a gather
+    may come before a reduction on one rank and after it on another.
 
     Args:
         rank: coordinate of this rank on the axis.
-        degree: how many ranks there are.
+        degree: number of ranks.
 
     Attributes:
-        posts_ahead: a receive may be started before what it waits for can come.
+        posts_ahead: a receive may be started before the message that it waits for can arrive.
     """
 
     posts_ahead = True
@@ -52,16 +52,17 @@ class Transport(ABC):
         self.rank, self.degree = rank, degree
 
     def all_gather(self, full: Tensor, within: slice) -> Pending:
-        """Fill every slice of `full` from its rank; slice `rank` is there already."""
+        """Fill every slice of `full` from its rank; slice `rank` is already filled."""
         return self.all_gather_slices(self.slices(full, within))
 
     @abstractmethod
     def all_gather_slices(self, slices: list[Tensor]) -> Pending:
-        """Return the same for slices that lie anywhere."""
+        """Do the same for slices at arbitrary addresses."""
 
     @abstractmethod
     def reduce_scatter(self, full: Tensor, out: Tensor, within: slice, *, accumulate: bool) -> Pending:
-        """Sum slice `rank` of every rank's `full` into `out`, which may be that slice, and may have a wider dtype."""
+        """Sum slice `rank` of every rank's `full` into `out`, which may be that slice and may have a wider
+        dtype."""
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor) -> Pending:
@@ -73,26 +74,28 @@ class Transport(ABC):
 
     @abstractmethod
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Pending:
-        """Send outgoing[r] to rank r, and receive incoming[r] from it; sizes may differ. This rank's own are left."""
+        """Send outgoing[r] to rank r and receive incoming[r] from it, except for this rank's own; sizes may
+        differ."""
 
     def open_ways(self, ways: Iterable[Way]) -> None:
-        """Let messages of these ways be in flight together, each way for itself. Every rank calls it with the same."""
+        """Let messages of these ways be in flight together, independently. All ranks must pass the same
+        ways."""
         return
 
     def close_ways(self) -> None:
-        """Give up what was opened for them."""
+        """Close the ways that were opened."""
         return
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, *, back: bool) -> Pending:
-        """Send a contiguous tensor to a rank. What goes forward and what goes back arrives in its order each."""
+        """Send a contiguous tensor to a rank. Forward and backward messages are each received in order."""
 
     @abstractmethod
     def receive(self, tensor: Tensor, source: int, *, back: bool) -> Pending:
-        """Receive what the rank `source` sends next in this direction into a contiguous tensor."""
+        """Receive the next message of the rank `source` in this direction into a contiguous tensor."""
 
     def slices(self, full: Tensor, within: slice) -> list[Tensor]:
-        """Return these elements of every slice."""
+        """Return the elements `within` of every slice."""
         return [part[within] for part in full.chunk(self.degree)]
 
     @cached_property
@@ -106,8 +109,8 @@ class Transports:
     """The transports of an axis.
 
     Args:
-        device: of tensors on the device of the run.
-        host: of tensors in host memory; on CPUs the same.
+        device: for tensors on the device of the run.
+        host: for tensors in host memory; the same transport if the run uses CPUs.
     """
 
     device: Transport
@@ -115,11 +118,11 @@ class Transports:
 
     @classmethod
     def alike(cls, transport: Transport) -> Transports:
-        """Return the same for both."""
+        """Return one transport for both kinds of tensors."""
         return cls(transport, transport)
 
     def of(self, tensor: Tensor) -> Transport:
-        """Return the one that a tensor goes by."""
+        """Return the transport for a tensor."""
         return self.host if tensor.device.type == "cpu" else self.device
 
     def __str__(self) -> str:
@@ -127,10 +130,10 @@ class Transports:
 
 
 class Alone(Transport):
-    """Nobody to talk to: an axis of one rank, or a rehearsal, in which what would be received has any content."""
+    """No other rank: an axis of one rank, or a rehearsal, in which receive buffers have arbitrary content."""
 
     def all_gather(self, full: Tensor, within: slice) -> Pending:
-        return Pending()  # of a thousand ranks that are not there, none needs its slice
+        return Pending()  # without slicing: a rehearsal may have a thousand ranks
 
     def all_gather_slices(self, slices: list[Tensor]) -> Pending:
         return Pending()

@@ -1,4 +1,4 @@
-"""A model in training: DeepSpeed's surface over the packages, how they are put together, and what is saved of them."""
+"""The training engine: DeepSpeed's API, its assembly from the other packages, and checkpointing."""
 
 from launcher.engine.engine import Engine
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation: which microbatch is the last of a step, and when gradients are reduced."""
+"""Gradient accumulation: tracks the accumulation boundary, and controls when gradients are reduced."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 class AccumulationMixin:
     """The part of an Engine that counts microbatches."""
 
-    _boundary: bool | None = None  # what the caller says; None: it is counted
-    _microbatches = 0  # of this step; micro_steps are no measure once the batch size has changed
+    _boundary: bool | None = None  # set by the caller; None: microbatches are counted
+    _microbatches = 0  # in this step; micro_steps cannot be used after a change of the batch size
     _syncs = True  # False inside no_sync()
 
     def _core(self) -> EngineCore:
         return cast("EngineCore", self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the present microbatch is the last of a step; with `managed_gradient_accumulation: false` only
-        the caller knows, and the answer is False."""
+        """Return whether the current microbatch is the last of a step. With `managed_gradient_accumulation:
+        false` only the caller knows, and the result is False."""
         if self._boundary is not None:
             return self._boundary
         core = self._core()
@@ -36,7 +36,7 @@ class AccumulationMixin:
         )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say it explicitly, from now on; counting is off."""
+        """Set the boundary explicitly; from now on microbatches are not counted."""
         if not self._core().managed_gradient_accumulation():
             raise MisplacedCallError(
                 "set_gradient_accumulation_boundary() has no effect: every step() is a boundary",
@@ -46,7 +46,7 @@ class AccumulationMixin:
         self._boundary = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing gradient_accumulation_steps."""
+        """Change the global batch size by changing gradient_accumulation_steps."""
         core = self._core()
         micro, dp = core.train_micro_batch_size_per_gpu(), core.mesh.dp.degree
         per_step = micro * dp
@@ -63,7 +63,7 @@ class AccumulationMixin:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without communication, at every stage. At stages 2 and 3 the whole gradient is held meanwhile.
+        """Accumulate without communication, at every stage. Stages 2 and 3 then keep the unsharded gradient.
 
         Raises:
             MisplacedCallError: inside another `no_sync()` or `coalesce_grad_reduction()`.
@@ -85,8 +85,10 @@ class AccumulationMixin:
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Reduce the gradients of one step's backwards together, at every stage: inside they only accumulate, and they
-        are reduced when the `with` ends. Then comes step(). The whole gradient is held meanwhile.
+        """Reduce the gradients of all backwards of a step together, at every stage.
+
+        Inside the context gradients only accumulate; they are reduced on exit, before step(). This keeps the
+        unsharded gradient.
 
         Raises:
             MisplacedCallError: inside another `no_sync()` or `coalesce_grad_reduction()`.
@@ -98,4 +100,4 @@ class AccumulationMixin:
         reducer.flush()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Do nothing: gradients are reduced while backward goes on, and all have been when step() begins."""
+        """Do nothing: gradients are reduced during backward, and completely before the optimizer steps."""

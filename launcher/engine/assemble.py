@@ -1,4 +1,4 @@
-"""`launcher.initialize`: from a model and a JSON to an engine. DeepSpeed's signature."""
+"""`launcher.initialize`: builds an engine from a model and a config, with DeepSpeed's signature."""
 
 from __future__ import annotations
 
@@ -91,35 +91,35 @@ def initialize(
     auto: Mapping[str, Any] | None = None,
     seq_length: int | None = None,
 ) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
-    """Make an engine of `model`, as deepspeed.initialize does.
+    """Create an engine for `model`, as deepspeed.initialize does.
 
     Args:
-        args: only `args.deepspeed_config`, and its former name `args.deepscale_config`, is read, when `config` is not
-            given.
-        model: any nn.Module; on meta it gets its values unit by unit, so that no rank ever holds all of them. Of a
-            PipelineModule a rank builds its own layers only.
-        optimizer: a torch optimizer or a callable that takes the parameters; beats the JSON's.
+        args: if `config` is not given, `args.deepspeed_config` (formerly `args.deepscale_config`) is used. No
+            other attribute is read.
+        model: any nn.Module. A model on meta is materialized unit by unit, so that no rank ever holds all of
+            it. Of a PipelineModule, a rank builds only its own layers.
+        optimizer: a torch optimizer or a callable that takes the parameters; overrides the config.
         model_parameters: parameters or param groups to train; default: all that require gradients.
-        training_data: a dataset; the engine deals it out by data-parallel rank.
-        lr_scheduler: an object with step(), or a callable that takes the optimizer; beats the JSON's.
-        distributed_port, dist_init_required: not needed; the process group comes from the environment.
+        training_data: a dataset; the engine shards it over the data-parallel ranks.
+        lr_scheduler: an object with step(), or a callable that takes the optimizer; overrides the config.
+        distributed_port, dist_init_required: ignored; the process group is initialized from the environment.
         collate_fn: for `training_data`.
         config: path, mapping or Config; `config_params` is its old name.
-        mpu: model parallelism that the script has set up (Megatron's): its sizes must be those of the JSON.
-        mesh_param: (data-parallel ranks, ranks that share a sequence), for a model that shares them by itself.
-        source: where parameters get their values from, instead of what `model` holds.
-        placements: says where shards rest; default: where the JSON says.
-        seed: for a model on meta, and for the order of `training_data`.
+        mpu: model parallelism set up by the script (as in Megatron); its sizes must match the config.
+        mesh_param: (data-parallel ranks, sequence-parallel ranks), for a model that splits sequences itself.
+        source: provides the parameter values, instead of `model`.
+        placements: determines where shards are stored; default: as configured.
+        seed: initializes a model on meta, and shuffles `training_data`.
         device: default: this rank's GPU, else the CPU.
-        auto: values for keys that say "auto", by dotted path.
-        seq_length: tokens of a sequence, for an even cut of a Hugging Face model into stages; default: 2048, or as
-            many as the model takes.
+        auto: values for keys that are "auto", by dotted path.
+        seq_length: tokens per sequence, for balancing the stages of a Hugging Face model; default: 2048, or
+            the maximum of the model.
 
     Returns:
         (engine, optimizer, training dataloader, lr scheduler); the last three may be None.
 
     Raises:
-        ConfigError: the JSON or the arguments ask for something impossible; it says what to write instead.
+        ConfigError: the config or the arguments request something impossible; the message suggests a fix.
     """
     if model is None:
         raise ArgumentsError("initialize() needs a model", fix="pass model=...")
@@ -148,7 +148,7 @@ def initialize(
     own_stage: SequentialPipeline | None = None
     if pipeline_module is None:
         chosen = choose(resolved, optimizer, model_parameters, model)
-    else:  # it has no parameters before it is built; model_parameters of None trains all
+    else:  # it has no parameters until it is built; without model_parameters all are trained
         model_parameters = list(model_parameters or ()) or None
         chosen = choose(resolved, optimizer, model_parameters, pipeline_module.whole())
         taken = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
@@ -156,7 +156,7 @@ def initialize(
 
         own_stage = cut_row(pipeline_module, mesh, resolved, training_data, collate_fn, taken=taken)
         model = own_stage.part
-    release(model)  # from an engine that it had before
+    release(model)  # from a previous engine
     source = source or _source(model, seed)
     several = (mesh.axes["tp"].degree, mesh.axes["pp"].degree, resolved.expert_parallel.degree)
     if isinstance(source, MadeOnMeta) and max(several) > 1:
@@ -200,17 +200,16 @@ def initialize(
         zero, resolved, mesh, runtime, stepper, scheduler, loader, checkpointer, monitor, versions, cut_by
     )
     engine.shared_sequences = shared
-    for changed in [*filter(None, [shared]), *tiled]:  # the last one that changed the model first
+    for changed in [*filter(None, [shared]), *tiled]:  # in reverse order of application
         zero.hooks.add_removable(changed)
-    if (
-        shared is not None and shared.axis.group is not None
-    ):  # `launch memory-estimate` has no process groups, and no values
+    # `launch memory-estimate` has neither process groups nor values.
+    if shared is not None and shared.axis.group is not None:
         from launcher.engine.sharing import verify_shared
 
         verify_shared(engine, shared)
     if resolved.compile.on:
         engine.compile(resolved.compile.backend or "inductor", resolved.compile.kwargs)
-    trim_malloc()  # what the parameters took before they were laid out
+    trim_malloc()  # memory of the parameters before they were moved into flat buffers
     if not isinstance(config, Config):
         announce(engine)
     return engine, stepper, loader, scheduler
@@ -222,7 +221,7 @@ def _stepper(
     config: Config,
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
 ) -> ShardedOptimizer | None:
-    """Make the optimizer of what this rank owns, of a factory and its param groups; None: nothing is stepped."""
+    """Create the sharded optimizer from a factory and its param groups; None without an optimizer."""
     if chosen is None:
         return None
     factory, groups = chosen
@@ -234,12 +233,12 @@ def _stepper(
 
 
 def mark_leaves(model: nn.Module, config: Config) -> None:
-    """Mark the modules that the JSON makes one unit with all inside them."""
+    """Mark the modules that the config makes ZeRO-3 leaf modules: one unit with all their submodules."""
     zero = config.zero_optimization
     if zero.stage != 3:
         return
     leaf, said = zero.leaf_module, zero.leaf_module.model_fields_set
-    for kind in leaf.classes:  # one by one: each that was written must be there
+    for kind in leaf.classes:  # one by one: each class in the config must be found
         set_z3_leaf_modules(model, [kind], raise_if_not_found="classes" in said)
     set_z3_leaf_modules_by_name(model, leaf.names)
     set_z3_leaf_modules_by_suffix(model, leaf.name_suffixes)
@@ -248,7 +247,7 @@ def mark_leaves(model: nn.Module, config: Config) -> None:
 
 
 def resolve(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any]) -> Config:
-    """Return the JSON without "auto", for a mesh and a model."""
+    """Return the config with every "auto" resolved, for a mesh and a model."""
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     values = {**(autos_of_hidden_size(hidden) if isinstance(hidden, int) else {}), **auto}
     return loaded.resolve(dp_degree=mesh.dp.degree, auto=values)
@@ -271,7 +270,7 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
 
 
 def split_layers(model: nn.Module, mesh: Mesh, config: Config, whole: Collection[str] = ()) -> SplitModel:
-    """Split the layers of the model along tp, but for some parameters."""
+    """Split the layers of the model along tp, except the parameters named in `whole`."""
     tp, section = mesh.axes["tp"], config.tensor_parallel
     if tp.degree == 1:
         return SplitModel(tp)
@@ -290,10 +289,11 @@ def split_layers(model: nn.Module, mesh: Mesh, config: Config, whole: Collection
 def spread_experts(
     model: nn.Module, mesh: Mesh, config: Config, axes: ShardAxes
 ) -> tuple[SplitModel, ShardAxes | None]:
-    """Spread the experts of the model over ranks; returns how, and along which ranks ZeRO shards them then.
+    """Distribute the experts of the model along ep; return the splits, and the axes along which ZeRO shards
+    them.
 
     Raises:
-        ConfigError: they cannot be, or an earlier engine has left this rank's only.
+        ConfigError: they cannot be distributed, or an earlier engine has left only this rank's experts.
     """
     for name, module in model.named_modules():
         if hasattr(module, SPREAD):
@@ -318,8 +318,7 @@ def spread_experts(
 
 
 def steer_routers(model: nn.Module, mesh: Mesh, config: Config, zero: ZeroModel) -> None:
-    """Give the experts of the model what the JSON says of their routers: a capacity, losses, biases that follow the
-    load."""
+    """Apply the router settings of the config: expert capacity, router losses, and load-dependent biases."""
     section = config.expert_parallel
     if section.capacity_factor:
         from launcher.experts.capacity import limit
@@ -341,7 +340,7 @@ def steer_routers(model: nn.Module, mesh: Mesh, config: Config, zero: ZeroModel)
 
 
 def units_of(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the blocks, and the embedding and the head, which are used at the two ends of the model only."""
+    """Return the blocks as units, plus the input embedding first and the output head last, if known."""
     names = {module: name for name, module in model.named_modules()}
     first, last = ([(names[end], end)] if end is not None and end in names else [] for end in ends_of(model))
     return [*first, *blocks, *last]
@@ -369,8 +368,7 @@ def _dataloader(
     seed: int,
     in_stages: bool,
 ) -> Any:
-    """Return a loader in random order; for a model in stages as the rows lie, as DeepSpeed's pipeline engine takes
-    them."""
+    """Return a shuffling loader; with stages, rows keep their order, as in DeepSpeed's pipeline engine."""
     if data is None:
         return None
     from launcher.engine.loaders import loader_of, share_of

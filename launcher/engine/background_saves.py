@@ -1,4 +1,4 @@
-"""The choice of a recipe: are checkpoints written in the background, beside the steps that follow?"""
+"""The choice of a recipe to write checkpoints in the background, overlapped with the following steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from launcher.sizes import in_words
 
 
 def choose_background(engine: Engine) -> str | None:
-    """Choose it where the JSON leaves checkpoint.writer.decoupled out; return what to tell of it, or None.
+    """Choose background saves if checkpoint.writer.decoupled is not set; return a line to print, or None.
 
-    The copies need host memory: they may take half of what is free on each node. What rests on NVMe is more than host
-    memory should hold. To be called when the optimizer has its state, by a caller that changes weights by steps alone.
-    Collective.
+    The copies need host memory, and may take half of the free memory of each node. State that is offloaded to
+    NVMe is too large to copy to host memory. Call this once the optimizer state exists, from a caller that
+    changes weights only in optimizer steps. Collective.
     """
     saver, writer = engine.saver, engine.resolved.checkpoint.writer
     saver.steps_alone_change = True
@@ -32,7 +32,7 @@ def choose_background(engine: Engine) -> str | None:
         sum(piece.stop - piece.start for piece in pieces)
         for pieces in (engine.zero.slices(), engine.zero.written_slices())
     )
-    # At stage 0 a rank owns all, and writes a share.
+    # At stage 0 a rank owns everything, but writes only its share.
     mine = int((held["optimizer"] + (held["master"] or held["parameters"])) * written / max(owned, 1))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = free_host_memory()

@@ -1,4 +1,4 @@
-"""Data of train_batch() and eval_batch(): endless epochs, the way to the device, the loss of an output."""
+"""Helpers of train_batch() and eval_batch(): endless epochs, device transfer, the loss of a model output."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from launcher.errors import ConfigError
 
 
 def forever(loader: Any, epochs: int | None = None) -> Iterator[Any]:
-    """Yield the loader's batches, epoch after epoch, each in another order.
+    """Yield the loader's batches, epoch after epoch, reshuffled for each epoch.
 
     Raises:
-        ConfigError: the loader has no batch, or `epochs` of them are over.
+        ConfigError: the loader yields no batch, or `epochs` epochs have passed.
     """
     for epoch in count():
         if epoch == epochs:
@@ -36,17 +36,17 @@ def forever(loader: Any, epochs: int | None = None) -> Iterator[Any]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with every tensor in it on `device`."""
+    """Return the batch with all its tensors on `device`."""
     return _map(batch, lambda t: t.to(device, non_blocking=True))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return the value with every floating-point tensor in it in `dtype`."""
+    """Return the value with all its floating-point tensors cast to `dtype`."""
     return _map(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def call(module: Callable[..., Any], batch: Any) -> Any:
-    """Return module(batch), with a dict as keywords and a list or tuple as arguments."""
+    """Return module(batch), passing a dict as keywords and a list or tuple as positional arguments."""
     if isinstance(batch, dict):
         return module(**batch)
     if isinstance(batch, list | tuple):
@@ -55,7 +55,7 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_in(output: Any) -> Tensor:
-    """Return the loss: the output itself, its "loss", or its first part."""
+    """Return the loss of a model output: the output itself, its "loss", or its first element."""
     if isinstance(output, Tensor):
         return output
     loss: Tensor = output["loss"] if isinstance(output, dict) else output[0]
@@ -63,14 +63,14 @@ def loss_in(output: Any) -> Tensor:
 
 
 def outputs_in(output: Any) -> Any:
-    """Return the logits, of what models return; else the output itself."""
+    """Return the logits of a model output if it has any, else the output itself."""
     if isinstance(output, dict):
         return output.get("logits", output)
     return output
 
 
 def without_labels(batch: Any) -> Any:
-    """Return the inputs of a batch."""
+    """Return the batch without its labels."""
     if isinstance(batch, dict):
         return {key: value for key, value in batch.items() if key != "labels"}
     return batch[:1] if isinstance(batch, list | tuple) else batch

@@ -1,8 +1,8 @@
-"""Checks, bit for bit, that find what memory and processors get wrong without a word (`replica_check`).
+"""Bitwise checks that detect silent data corruption by memory and processors (`replica_check`).
 
-Three of them, for three kinds of values. What several ranks hold alike is compared between them. What one rank holds
-alone between two steps has a checksum. And what is computed is computed twice. A step in which one of them finds
-something is not made.
+There are three checks. Values replicated on several ranks are compared between them. Values that one rank
+holds alone between two steps are checksummed. Computations are run twice. If a check fails, the optimizer
+does not step.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ Losses = tuple[Tensor, Sequence[float]]
 
 
 class BitChecks:
-    """The checks of an engine.
+    """The bitwise checks of an engine.
 
     Args:
-        section: `replica_check`.
+        section: the `replica_check` section.
     """
 
     def __init__(self, section: ReplicaCheckConfig) -> None:
         self._section = section
         self._resting: RestingValues | None = None
-        self._replayed = False  # this step
-        self._said = False  # that some are not
+        self._replayed = False  # in this step
+        self._said = False  # that some steps are not replayed
 
     def before_step(self, engine: EngineCore) -> None:
-        """Look at what the step is about to change. Collective.
+        """Check the values that the step is about to change. Collective.
 
         Raises:
-            LauncherError: on every rank that was compared: something is wrong, and the JSON does not say "warn".
+            LauncherError: on every rank that was compared: a check failed, and `action` is not "warn".
         """
         every, optimizer = self._section.every, engine.optimizer
         if self._replays_in(engine) and not self._replayed:
@@ -74,7 +74,7 @@ class BitChecks:
                 )
 
     def after_step(self, engine: EngineCore) -> None:
-        """Note the bits of what this rank alone holds until the next step."""
+        """Record checksums of the values that only this rank holds until the next step."""
         if engine.optimizer is None or engine.versions is not None:
             return
         if self._resting is None:
@@ -84,17 +84,17 @@ class BitChecks:
         self._resting.note(engine.zero.flats, engine.optimizer.states_in_memory)
 
     def forget(self) -> None:
-        """Forget the bits of what rests: it was loaded."""
+        """Discard the recorded checksums, after a checkpoint was loaded."""
         if self._resting is not None:
             self._resting.forget()
 
     def microbatches(
         self, engine: EngineCore, batches: LazySequence[Any], run: Callable[[Sequence[Any]], Losses]
     ) -> Losses:
-        """Return what `run` returns, which computes the microbatches of a step; every so many steps it does so twice.
+        """Return run(batches), which computes a step's microbatches; run it twice every `replay_every` steps.
 
         Raises:
-            LauncherError: on every rank: the bits of a gradient or of a loss were others the second time.
+            LauncherError: on every rank: the bits of a gradient or a loss differed the second time.
         """
         if not self._replays_in(engine) or engine._backwards:
             return run(batches)
@@ -102,7 +102,7 @@ class BitChecks:
         return self._twice(engine, batches, run)
 
     def _replays_in(self, engine: EngineCore) -> bool:
-        """Return whether the microbatches of the present step are to be computed twice."""
+        """Return whether the microbatches of the current step are computed twice."""
         every = self._section.replay_every
         return bool(every) and (engine.global_steps + 1) % every == 0
 
@@ -115,7 +115,7 @@ class BitChecks:
         begin, after_reading = random_states("", engine.device), []
 
         def read(index: int) -> Any:
-            """Data may draw random numbers, too, and are read once: the model draws what comes after."""
+            """Read a batch, and store the random state after it: reading may draw random numbers."""
             batch = batches[index]
             after_reading.append(random_states("", engine.device))
             return batch
@@ -138,7 +138,7 @@ class BitChecks:
             restore_random_states(begin, engine.device)
             with torch.no_grad():
                 for owners, name, buffer, before in buffers:
-                    owners[name] = buffer.copy_(before)  # a module may have put another tensor in its place
+                    owners[name] = buffer.copy_(before)  # a module may have replaced the tensor
             for forget in engine.zero.callbacks.before_replay:
                 forget()
             second, losses = watched.bits(lambda: run(LazySequence(length, read_again)), flush)
@@ -154,7 +154,7 @@ class BitChecks:
 
     @contextmanager
     def _acting(self, engine: EngineCore) -> Iterator[None]:
-        """Raise what is found inside, or only say it, as the JSON says."""
+        """Raise a LauncherError raised inside, or only log it, depending on `action`."""
         try:
             yield
         except LauncherError as error:
@@ -164,11 +164,11 @@ class BitChecks:
 
 
 def _raise_where(found: Sequence[Sequence[str]], what: str, fix: str) -> None:
-    """Raise LauncherError where a rank has found something.
+    """Raise LauncherError if any rank has found a mismatch.
 
     Args:
-        found: of each rank, names.
-        what: with a place for the names; the rank stands before it.
+        found: for each rank, the names that differ.
+        what: a format string for the names; the rank is prepended.
     """
     told = [f"rank {rank} {what.format(first_names(names))}" for rank, names in enumerate(found) if names]
     if told:
@@ -177,7 +177,7 @@ def _raise_where(found: Sequence[Sequence[str]], what: str, fix: str) -> None:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Let torch take operations that give the same bits twice, where there are such."""
+    """Use deterministic algorithms in torch where they exist."""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

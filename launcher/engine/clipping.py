@@ -15,10 +15,10 @@ logger = logging.getLogger("launcher")
 
 
 class Clipping:
-    """Measures and clips the gradients of the present step.
+    """Computes the gradient norm of the current step, and the clipping coefficient.
 
     Args:
-        limit: largest norm (`gradient_clipping`); 0 never clips.
+        limit: maximum norm (`gradient_clipping`); 0 disables clipping.
     """
 
     def __init__(self, limit: float) -> None:
@@ -26,10 +26,10 @@ class Clipping:
         self._norm: float | None = None
 
     def grad_norm(self, engine: EngineCore) -> float:
-        """Return the norm of the gradients over all ranks, computed once a step. A collective.
+        """Return the norm of the gradients over all ranks, computed once per step. Collective.
 
         Raises:
-            LauncherError: ranks that are one copy of the model had different inputs.
+            LauncherError: ranks of one model replica (cp or tp) had different inputs.
             UnusedParametersError: `ignore_unused_parameters` is false.
         """
         if self._norm is None or not engine.zero.reducer.measured:
@@ -46,11 +46,11 @@ class Clipping:
         return self._norm
 
     def set_max_norm(self, limit: float) -> None:
-        """Clip this step at `limit`, if that is less than the JSON says."""
+        """Clip this step at `limit` if that is less than `gradient_clipping`."""
         self._asked = min(self._asked, limit)
 
     def take_coefficient(self, norm: float) -> float:
-        """Return what gradients of this norm are multiplied by. The next step begins."""
+        """Return the clipping coefficient for gradients of this norm, and reset for the next step."""
         limit = min(self._limit, self._asked)
         self._asked, self._norm = math.inf, None
         return min(1.0, limit / (norm + 1e-6))  # as torch does

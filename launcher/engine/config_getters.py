@@ -1,4 +1,4 @@
-"""The engine's methods that only read the JSON: DeepSpeed's names, and the keys that they answer with."""
+"""The engine's methods that only return config values: DeepSpeed's method names and their keys."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ KEYS: dict[str, str] = {
     "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_optimization_stage": "zero_optimization.stage",
 }
-"""Method -> key path of the resolved JSON. A section is answered as a dict, a missing one as None."""
+"""Method -> key path in the resolved config. A section is returned as a dict, a missing one as None."""
 
 
 class ConfigGetters:
-    """An engine with a method for each of `KEYS`."""
+    """The part of an engine with a getter for each of `KEYS`."""
 
     _config: Config
 
@@ -133,7 +133,7 @@ class ConfigGetters:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """Return what a key path leads to, as plain data; None where a section on the way is missing."""
+    """Return the value at a key path as plain data, or None if a section along the path is missing."""
     for key in path.split("."):
         config = getattr(config, key, None)
     return config.to_dict() if hasattr(config, "to_dict") else config

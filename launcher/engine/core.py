@@ -1,10 +1,11 @@
-"""The core of an engine: forward, backward and step of a microbatch, and the loop over the microbatches of a step.
+"""The core of an engine: forward, backward and step of a microbatch, and the microbatch loop of a step.
 
 [Note: Two ways to a step]
-A script may run a microbatch by itself: `loss = engine(batch); engine.backward(loss); engine.step()`. Or the engine
-runs all of them: `run_microbatches()` and then `step()`, as `train_batch()`, the recipes and models in stages do.
-Both tell the reducer what the next backward is (`BackwardPlan`) before it begins, and both end in `_optimizer_step`.
-The second way knows the whole step in advance, so it alone may step weights during the last backward.
+A script may run each microbatch itself: `loss = engine(batch); engine.backward(loss); engine.step()`. Or the
+engine runs all of them: `run_microbatches()`, then `step()`, as `train_batch()`, the recipes and models in
+stages do. Both pass a `BackwardPlan` for the next backward to the reducer before it begins, and both end in
+`_optimizer_step`. Only the second way has all microbatches of the step, so only it can run the optimizer
+during the last backward.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ if TYPE_CHECKING:
 
 
 class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHolder):
-    """The core that trains: a model in flat buffers, its optimizer, and what counts and watches its steps.
+    """The core of the engine: a model in flat buffers, its optimizer, step counters, and telemetry.
 
-    `Engine` (`engine.py`) is the public class over it. The mixins: which microbatch is the last of a step
-    (`accumulation.py`), states that a script moves to the host (`state_offload.py`), and getters.
+    `Engine` (`engine.py`) is the public subclass. The mixins add gradient accumulation (`accumulation.py`),
+    states that a script moves to the host (`state_offload.py`), and getters.
 
     Attributes:
         module: the user's model.
-        runtime: runs the microbatches of a step; a model that is not cut is one stage of it.
-        optimizer: steps this rank's slices; its `param_groups` are live. None when there is none.
-        lr_scheduler: stepped after each optimizer step. None when there is none.
+        runtime: runs the microbatches of a step; a model without pipeline parallelism is a single stage.
+        optimizer: steps this rank's slices; its `param_groups` are live. None without an optimizer.
+        lr_scheduler: stepped after each optimizer step. None without a scheduler.
         global_steps, global_samples, micro_steps, skipped_steps: counters.
     """
 
-    quiet = False  # a training loop with a progress line of its own sets it
+    quiet = False  # set by training loops that print their own progress line
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self._autocast = autocast_dtype(config)
         self.loss_scaler = LossScale.of(config.fp16, autocast=self._autocast is torch.float16)
         self.inputs = inputs
-        if runtime.staged.is_whole and self.inputs.active:  # also where a script calls the module itself
+        if runtime.staged.is_whole and self.inputs.active:  # also for scripts that call the module directly
             zero.hooks.add_removable(self.inputs.follow(self.module))
         self._saver: Saver | None = None
         self.curriculum = Curriculum.of(config.data_efficiency)
@@ -93,7 +94,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.bit_checks = BitChecks(config.replica_check)
         self.nonfinite_tracer = NonFiniteTracer()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self._backwards = 0  # of this step
+        self._backwards = 0  # in this step
         self._norm: float | None = None
         self._applied = False
         self._destroyed = False
@@ -109,7 +110,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         return self.run_module(self.module, *args, **kwargs)
 
     def run_module(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, or this rank's part of it, in the precision of the JSON and under its timers."""
+        """Call the model, or this rank's stage of it, with the configured precision and timers."""
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             args, kwargs = cast(args, torch.float16), cast(kwargs, torch.float16)
         if self.nonfinite_tracer.looks and self.runtime.staged.is_whole and torch.is_grad_enabled():
@@ -118,7 +119,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             return module(*args, **kwargs)
 
     def autocasting(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward: torch.autocast where the JSON asks for it."""
+        """Return the context of a forward: torch.autocast if configured."""
         return torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -127,10 +128,11 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         Args:
             loss: scalar, the mean over the microbatch.
             retain_graph: as in Tensor.backward.
-            scale_wrt_gas: divide by gradient_accumulation_steps; False when the caller has weighted the loss.
+            scale_wrt_gas: divide by gradient_accumulation_steps; False if the caller has already weighted the
+                loss.
 
         Returns:
-            The loss, detached, divided as it was for the backward; without the loss scale.
+            The detached loss, divided as for the backward, without the loss scale.
         """
         self._refuse_stages("engine.backward()")
         if loss is None:
@@ -153,11 +155,12 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         return divided.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale, over the accumulation steps: `engine.scale(loss).backward()` gives the
-        gradients of `engine.backward(loss)`.
+        """Return the loss times the loss scale, divided by the accumulation steps.
+
+        `engine.scale(loss).backward()` gives the same gradients as `engine.backward(loss)`.
 
         Raises:
-            MisplacedCallError: it is no scalar, or nothing leads from it to the parameters.
+            MisplacedCallError: the loss is not a scalar, or has no graph to the parameters.
         """
         if loss.numel() != 1 or loss.grad_fn is None:
             raise MisplacedCallError(
@@ -167,7 +170,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
                 fix="pass it the loss; for other tensors use tensor.backward(gradient)",
             )
         scaled = self._scaled(self._divided(loss))
-        scaled = scaled.clone() if scaled is loss else scaled  # the hook is not to stay on the caller's own
+        scaled = scaled.clone() if scaled is loss else scaled  # do not leave the hook on the caller's tensor
         scaled.register_hook(self.zero.hooks.begin_scaled)
         return scaled
 
@@ -179,7 +182,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         return loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
 
     def _set_backward_plan(self) -> None:
-        """Tell the reducer what the next backward is. A script may run it by `loss.backward()`, so a forward tells."""
+        """Set the reducer's plan for the next backward, already in forward: it may be `loss.backward()`."""
         self.zero.reducer.plan = BackwardPlan(self._syncs, self.is_gradient_accumulation_boundary())
         self._watch_for_the_last_overflow()
 
@@ -193,8 +196,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         """Run forward and backward of all microbatches of a step, through all stages; `step()` comes next.
 
         Args:
-            batches: read on the ranks of the first stage only, and so are the weights.
-            weights: of each microbatch in the loss; its gradient is multiplied with that.
+            batches: only read on ranks of the first stage, like the weights.
+            weights: the weight of each microbatch in the loss; multiplies its gradient.
 
         Returns:
             the sum of weight x loss over the microbatches, on all stages; those of weight 0 do not count.
@@ -202,7 +205,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         return float(self.train_microbatches(batches, weights))
 
     def train_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor:
-        """Do as `run_microbatches`; the loss is fp64 [], and nobody waits for the device."""
+        """Do `run_microbatches`, but return the loss as fp64 [] without synchronizing with the device."""
         self._check_usable("engine.train_batch()")
         if not self._syncs:
             raise MisplacedCallError(
@@ -222,30 +225,31 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
                 losses, weights = self.bit_checks.microbatches(
                     self, cut, lambda batches: executor.train(self, batches, weights)
                 )
-        except StopIteration:  # the data ended within the step: the next one must not add to it
+        except StopIteration:  # the data ended within the step: discard its gradients
             self.abandon_step()
             raise
         loss = executor.weighted(losses, weights)
         self.telemetry.loss(loss, 1.0)
         self._backwards += len(losses)
-        self._microbatches += len(losses) - 1  # step() counts the last one
+        self._microbatches += len(losses) - 1  # step() counts the last microbatch
         self.micro_steps += len(losses) - 1
         return loss
 
     @torch.no_grad()
     def eval_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
-        """Do as `run_microbatches`, without gradients."""
+        """Do the same as `run_microbatches`, without gradients."""
         return float(executor.weighted(*executor.evaluate(self, batches, weights)))
 
     # ---- the optimizer step -----------------------------------------------------------------
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Step at the accumulation boundary: norm, overflow check, clipping, optimizer, schedule. Else only count.
+        """Step at the accumulation boundary: norm, overflow check, clipping, optimizer, schedule.
 
-        With `managed_gradient_accumulation: false` every call is a boundary.
+        Between boundaries this only counts. With `managed_gradient_accumulation: false` every call is a
+        boundary.
         """
         if self._backwards == 0:
-            self._refuse_stages("engine.step()")  # after run_microbatches it is what comes next
+            self._refuse_stages("engine.step()")  # valid only after run_microbatches
         if self._away:
             self.check_states_are_here("engine.step()")
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
@@ -269,7 +273,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.micro_steps += 1
 
     def step_without_schedule(self) -> None:
-        """Do `step()` for a script that calls the optimizer's: its schedule is stepped by the script, too."""
+        """Do `step()` for a script that calls optimizer.step(), and therefore steps the schedule itself."""
         schedule, self.lr_scheduler = self.lr_scheduler, None
         try:
             self.step()
@@ -277,7 +281,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             self.lr_scheduler = schedule
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
-        if self.gradient_plan.updates_inside:  # the weights have changed, microbatch by microbatch
+        if self.gradient_plan.updates_inside:  # each microbatch has already updated the weights
             overflow = False
         else:
             overflow = self.step_weights(() if self.versions is None else {self.versions.newest})
@@ -292,15 +296,16 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             self._saver.raise_failure()
 
     def wait_for_copies(self) -> None:
-        """Before anything of a step changes: a save in the background has its copies."""
+        """Wait until a background save has copied the state that the step will change."""
         if self._saver is not None:
             self._saver.let_change()
 
     def step_weights(self, needed: Collection[int] = ()) -> bool:
-        """Run norm, overflow check, clipping and optimizer; return whether it was left out because of an overflow.
+        """Run norm, overflow check, clipping and optimizer; return whether the step was skipped due to an
+        overflow.
 
         Args:
-            needed: versions of the weights that will be seen again, where training is asynchronous.
+            needed: with an asynchronous schedule, the weight versions that are still needed.
         """
         if self.optimizer is None:
             raise ConfigError(
@@ -327,21 +332,21 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         return overflow
 
     def _bits_are_due(self) -> bool:
-        """Return whether this step is one of those before which bits are looked at (`replica_check`)."""
+        """Return whether `replica_check` applies to this step."""
         section, number = self._config.replica_check, self.global_steps + 1
         return section.resting or any(n and number % n == 0 for n in (section.every, section.replay_every))
 
     def gradient_divisor(self) -> float:
-        """Return what gradients are divided by at the end of a step, clipping apart."""
+        """Return the divisor of the gradients at the end of a step, without clipping."""
         mean = self._config.gradient_allreduce_op == "mean"
-        # the ranks of cp have the gradient of one loss: its mean, whatever is done over dp
+        # the ranks of cp share one loss, so its gradient is averaged over cp even if it is summed over dp
         of_ranks = self.zero.mean_divisor if mean else self.zero.sum_divisor * self.mesh.axes["cp"].degree
         return self.divisor_of_local() * of_ranks
 
     def divisor_of_local(self) -> float:
-        """Return what gradients are divided by that have not been reduced over the ranks."""
+        """Return the divisor of gradients that have not been reduced over the ranks."""
         scaled = self.zero.hooks.losses_were_scaled
-        if len(scaled) == 2:  # some losses of the step had the loss scale, and some had not
+        if len(scaled) == 2:  # the loss scale was applied to only some losses of the step
             check_scales(scaled, self.loss_scaler.scale, self.gradient_accumulation_steps())
         return self.gradient_accumulation_steps() if scaled == {False} else self.loss_scaler.scale
 
@@ -355,13 +360,13 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self.telemetry.counted(self, samples)
 
     def _samples(self) -> int:
-        """Return the sequences of the present step over all ranks."""
+        """Return the number of sequences of the current step over all ranks."""
         if self.managed_gradient_accumulation():
             return self.train_batch_size()
         return self.train_micro_batch_size_per_gpu() * self.dp_world_size * self._backwards
 
     def abandon_step(self) -> None:
-        """Forget the microbatches since the last optimizer step."""
+        """Discard the microbatches since the last optimizer step."""
         if self.optimizer is not None:
             self.optimizer.forget_in_backward()
         self.zero.zero_grad()
@@ -371,19 +376,19 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
 
     @property
     def made_saver(self) -> Saver | None:
-        """Return it where something was saved or loaded."""
+        """Return the saver if anything was saved or loaded, else None."""
         return self._saver
 
     @property
     def saver(self) -> Saver:
-        """Return the writer and reader of checkpoints, made when it is first asked for."""
+        """Return the saver, which writes and reads checkpoints; created on first use."""
         if self._saver is None:
             from launcher.checkpoint.saver import Saver
 
             self._saver = Saver(self._config.checkpoint, self.mesh.rank)
         return self._saver
 
-    # ---- what is refused --------------------------------------------------------------------
+    # ---- validation --------------------------------------------------------------------
 
     def _refuse_stages(self, what: str) -> None:
         if not self.runtime.staged.is_whole:

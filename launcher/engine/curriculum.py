@@ -1,7 +1,6 @@
-"""Curriculum learning by length (`data_efficiency`): how many tokens of a sequence a step sees (Li et al. 2022,
-arXiv:2108.06084).
+"""Curriculum learning by sequence length (`data_efficiency`), after Li et al. 2022 (arXiv:2108.06084).
 
-`step` counts optimizer steps from 1, so the place in the curriculum needs no state of its own.
+The length depends only on the optimizer step, counted from 1, so the curriculum needs no state of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from launcher.errors import LauncherError
 
 
 class Curriculum:
-    """Says how long sequences are, and cuts them.
+    """Computes the sequence length of a step, and truncates batches to it.
 
     Args:
-        metric: the resolved `seqlen` section; None: nothing is cut.
+        metric: the resolved `seqlen` section; None disables truncation.
     """
 
     def __init__(self, metric: SeqlenConfig | None) -> None:
@@ -32,13 +31,13 @@ class Curriculum:
         return cls(config.curriculum)
 
     def seqlen(self, steps_done: int) -> int | None:
-        """Return the tokens of a sequence in the optimizer step after `steps_done`; None without a curriculum."""
+        """Return the sequence length of the optimizer step after `steps_done`; None without a curriculum."""
         metric = self.metric
         if metric is None:
             return None
         pace, low, high = metric.schedule_config, metric.min_difficulty, metric.max_difficulty
         assert low is not None and high is not None, "the config was checked"
-        if low >= high:  # DeepSpeed starts at `low`, and what has reached `high` stays
+        if low >= high:  # DeepSpeed starts at `low`, and a length that has reached `high` stays
             return low
         if metric.schedule_type == "fixed_discrete":
             assert pace.difficulty is not None and pace.max_step is not None
@@ -48,46 +47,46 @@ class Curriculum:
         return rising(steps_done + 1, low, high, pace.total_curriculum_step, pace.difficulty_step, degree)
 
     def cut(self, batch: Any, steps_done: int) -> Any:
-        """Return `batch` as the optimizer step after `steps_done` sees it."""
+        """Return `batch` truncated for the optimizer step after `steps_done`."""
         length = self.seqlen(steps_done)
         return batch if length is None else cut(batch, length)
 
 
 def rising(step: int, low: int, high: int, total: int, grain: int, degree: int = 1) -> int:
-    """Return the length along a root: from `low` at step 0 to `high` at step `total`.
+    """Return the length on a root schedule from `low` at step 0 to `high` at step `total`.
 
     Args:
         step: optimizer step, from 1.
         low, high: first and last length.
-        total: steps of the way up.
-        grain: lengths are multiples of it, the first one at least `low`; only `high` itself may be none.
-        degree: of the root; 1 is a line.
+        total: steps until `high` is reached.
+        grain: lengths are multiples of it, at least `low`; only `high` itself need not be a multiple.
+        degree: degree of the root; 1 is linear.
     """
     length = math.floor((step / total) ** (1.0 / degree) * (high - low) + low)
     return min(high, max(length - length % grain, -(-low // grain) * grain))
 
 
 def stepped(step: int, lengths: Sequence[int], last_steps: Sequence[int], high: int) -> int:
-    """Return the length in written steps.
+    """Return the length on a schedule of explicit steps.
 
     Args:
         step: optimizer step, from 1.
-        lengths: one after the other.
-        last_steps: last step of each length but the last one; rising.
-        high: a length that reaches it stays, whatever comes after.
+        lengths: the lengths in order.
+        last_steps: last step of each length except the last one; increasing.
+        high: once a length reaches it, the length no longer changes.
     """
     reached = sum(step > last for last in last_steps)
     return next((length for length in lengths[:reached] if length >= high), lengths[reached])
 
 
 def cut(batch: Any, length: int) -> Any:
-    """Return `batch` with every sequence in it cut to its first `length` tokens.
+    """Return `batch` with every sequence truncated to its first `length` tokens.
 
-    The number of tokens, S, is that of `input_ids`, else of the first tensor of whole numbers [batch, S]. Cut are all
-    tensors [batch, S, ...], and the last two dims of masks [batch, heads, S, S].
+    The number of tokens, S, is taken from `input_ids`, or else from the first integer tensor [batch, S]. All
+    tensors [batch, S, ...] are truncated, and masks [batch, heads, S, S] in their last two dims.
 
     Raises:
-        LauncherError: there is no tensor of token ids.
+        LauncherError: the batch has no token ids.
     """
     tokens = _tokens(batch)
     if tokens <= length:

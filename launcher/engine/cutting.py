@@ -1,6 +1,6 @@
-"""The way from a model to its stages: which model is cut, and where. A row of layers runs in stages, be it one.
+"""Partitioning of a model into pipeline stages. A sequence of layers always runs in stages, be it just one.
 
-Only runs with stages import this file, and what it imports of `pipeline/`.
+Only imported by runs with stages, like the modules of `pipeline/` that it imports.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ INTERVAL = "pipeline.activation_checkpoint_interval"
 
 
 def configured_row(model: nn.Module, config: Config) -> tuple[PipelineModule, Config]:
-    """Return a PipelineModule, or an nn.Sequential as one, and the JSON with its number of stages.
+    """Return the model as a PipelineModule, and the config with its number of stages.
 
     Raises:
-        ArgumentsError: the JSON and the row contradict each other, or the JSON asks for what a row cannot do.
+        ArgumentsError: config and model contradict each other, or the config requests an unsupported feature.
     """
     if isinstance(model, nn.Sequential):
         model = PipelineModule(model)
@@ -60,14 +60,14 @@ def cut_row(
     *,
     taken: bool = False,
 ) -> SequentialPipeline:
-    """Return this rank's layers of a row, built; report how even the stages are.
+    """Build and return this rank's layers of a PipelineModule; report the balance of the stages.
 
     Args:
-        data, collate_fn: a data set, of which "profile" measures a microbatch.
-        taken: a script has given parameters of the row to an optimizer.
+        data, collate_fn: the data set from which "profile" measures a microbatch.
+        taken: the script has already passed parameters of the model to an optimizer.
 
     Raises:
-        ConfigError: they are of other stages.
+        ConfigError: those parameters belong to other stages.
     """
     axes, section = mesh.axes, config.pipeline
     row.check_degrees(pipe=axes["pp"].degree, data=mesh.dp.degree, model=axes["tp"].degree)
@@ -90,7 +90,7 @@ def cut_row(
 def cut_model(
     model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Config, seq_length: int | None = None
 ) -> StagedModel:
-    """Cut a Hugging Face model into stages along pp, and say how even they are."""
+    """Cut a Hugging Face model into stages along pp, and print their balance."""
     pp, section, splits = mesh.axes["pp"], config.pipeline, split_model.splits
     costs, measured = costs_of_blocks(model, mesh, config, seq_length)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)
@@ -117,10 +117,10 @@ def _tell(lines: list[str]) -> None:
 
 
 def recompute_stages(model: nn.Module, staged: StagedPart, config: Config, tp: Axis) -> Checkpointer | None:
-    """Let blocks, or groups of layers of a row, keep only their inputs and be recomputed in backward.
+    """Apply activation checkpointing to blocks, or to groups of layers of a PipelineModule.
 
     Raises:
-        ConfigError: the JSON asks for groups of blocks of a Hugging Face model.
+        ConfigError: the config requests groups of blocks of a Hugging Face model.
     """
     section, interval = config.activation_checkpointing, config.pipeline.activation_checkpoint_interval
     blocks = staged.blocks
@@ -141,7 +141,7 @@ def recompute_stages(model: nn.Module, staged: StagedPart, config: Config, tp: A
 def _recompute_row(
     staged: SequentialPipeline, section: ActivationCheckpointingConfig | None, tp: Axis
 ) -> Checkpointer | None:
-    """Return the groups of layers, by the row's interval, keep their inputs as the section says."""
+    """Checkpoint groups of layers, by the PipelineModule's interval; return None if disabled."""
     stages = [stage for stage in staged.part.stages.values() if stage.interval]
     if section is None or not stages:
         return None

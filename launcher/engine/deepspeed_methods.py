@@ -1,4 +1,4 @@
-"""Smaller methods and attributes of DeepSpeed's engine that scripts call, answered from what this engine has."""
+"""Smaller methods and attributes of DeepSpeed's engine that scripts use, implemented with this engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedMethods:
-    """The part of an Engine with these."""
+    """The part of an Engine with DeepSpeed's smaller methods."""
 
     dont_change_device = False
     mpu: Any = None
@@ -30,37 +30,36 @@ class DeepSpeedMethods:
 
     @cached_property
     def grid(self) -> PipelineParallelGrid:
-        """Return this rank's place among stages, data-parallel and tensor-parallel ranks. In DeepSpeed only a model in
-        stages has it."""
+        """Return this rank's coordinates along pp, dp and tp. In DeepSpeed only pipeline engines have it."""
         from launcher.pipeline.sequential.grid import PipelineParallelGrid
 
         return PipelineParallelGrid(mesh=self._engine().mesh)
 
     @property
     def has_moe_layers(self) -> bool:
-        """Return whether the script has built layers of experts."""
+        """Return whether the script has built MoE layers."""
         return bool(self.num_experts)
 
     @property
     def num_experts(self) -> list[int]:
-        """Return how many experts each such layer has."""
+        """Return the number of experts of each MoE layer."""
         from launcher.experts.modules import number_of
 
         return [number_of(each) for each in self._engine().module.modules() if hasattr(each, SPREAD_OVER)]
 
     @property
     def sequence_parallel_size(self) -> int:
-        """Return how many ranks share a sequence."""
+        """Return the number of ranks that share a sequence."""
         return self._engine().mesh.axes["cp"].degree
 
     @property
     def seq_parallel_group(self) -> Any:
-        """Return the ranks that share this rank's sequences; None: they are whole."""
+        """Return the group of ranks that share this rank's sequences; None without sequence parallelism."""
         return self._engine().mesh.axes["cp"].group
 
     @property
     def seq_dp_world_size(self) -> int:
-        """Return the ranks over which gradients are averaged."""
+        """Return the number of ranks over which gradients are averaged."""
         return self._engine().mesh.dp_cp.degree
 
     @property
@@ -78,13 +77,13 @@ class DeepSpeedMethods:
         return not self._engine()._syncs
 
     def is_first_weights_partition_group(self) -> bool:
-        """Return whether parameters are sharded, and this rank is one of the first group that holds all shards."""
+        """Return whether parameters are sharded, and this rank is in the first group with all shards."""
         zero = self._engine().zero
         return zero.policy.shard_params and zero.axes.replicate.rank == 0
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Return the dtype of gradients that are sent: that of the JSON, or that of the parameters."""
+        """Return the dtype in which gradients are reduced: as configured, or else the parameters' dtype."""
         policy = self._engine().zero.policy
         return policy.comm_dtype or policy.param_dtype
 
@@ -97,7 +96,7 @@ class DeepSpeedMethods:
         )
 
     def zero_cpu_offload(self) -> bool:
-        """Return whether the optimizer rests in host memory."""
+        """Return whether the optimizer is offloaded to host memory."""
         section = self._engine().resolved.zero_optimization.offload_optimizer
         return section is not None and section.device == "cpu"
 
@@ -108,7 +107,7 @@ class DeepSpeedMethods:
         return section is not None and section.device == "nvme"
 
     def get_data_types(self) -> tuple[Any, Any]:
-        """Return the dtypes of the parameters, and of the gradients that are kept."""
+        """Return the dtypes of the parameters and of the accumulated gradients."""
         policy = self._engine().zero.policy
         return policy.param_dtype, policy.grad_dtype
 
@@ -125,8 +124,8 @@ class DeepSpeedMethods:
         return isinstance(obj, IterableDataset)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro batch; the accumulation stays, and the global batch follows. A loader that there is already
-        goes on as it is."""
+        """Change the micro batch size; the accumulation steps stay, and the global batch size changes.
+        Existing dataloaders are not affected."""
         engine = self._engine()
         if (
             isinstance(micro_batch_size, bool)
@@ -150,12 +149,12 @@ class DeepSpeedMethods:
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """Return a loader of a dataset that gives each data-parallel rank its share.
+        """Return a dataloader that shards a dataset over the data-parallel ranks.
 
         Args:
-            batch_size: of one rank; default: the micro batch.
-            route: "train": in random order; "eval", "predict": as it lies.
-            data_sampler: in place of ours.
+            batch_size: the batch size per rank; default: the micro batch size.
+            route: "train" shuffles; "eval" and "predict" keep the order of the dataset.
+            data_sampler: replaces the default sampler.
         """
         from launcher.engine.loaders import loader_of, share_of
 
@@ -178,10 +177,10 @@ class DeepSpeedMethods:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the state dict of the model as this rank has it, in the dtype of the parameters.
+        """Return this rank's state dict of the model, in the dtype of the parameters.
 
         Raises:
-            ConfigError: at stage 3: no rank has it whole.
+            ConfigError: at stage 3, because no rank has the unsharded parameters.
         """
         engine = self._engine()
         if engine.zero_optimization_partition_weights():
@@ -210,18 +209,18 @@ class DeepSpeedMethods:
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """Load the weights of the model, and the optimizer's copy of them, at every stage. Collective; rank 0's are
-        taken, and every rank holds the whole model meanwhile.
+        """Load the weights of the model, and the optimizer's master weights, at every stage. Collective; uses
+        the values of rank 0. Every rank temporarily holds the unsharded model.
 
         Args:
             checkpoint: {"module": a state dict of the model}.
-            strict: names that lack or are left over are an error.
-            custom_load_fn: loads in place of load_state_dict(): called with src=the state dict, dst=the model.
-            fetch_z3_params, z3_params_to_fetch: not needed: all parameters are gathered.
-            allowed_missing_keys: names that may lack though `strict` is true.
+            strict: missing or unexpected names are an error.
+            custom_load_fn: called instead of load_state_dict(), with src=the state dict, dst=the model.
+            fetch_z3_params, z3_params_to_fetch: ignored, because all parameters are gathered.
+            allowed_missing_keys: names that may be missing even if `strict` is true.
 
         Raises:
-            RuntimeError: names lack or are left over, or a shape is another one.
+            RuntimeError: names are missing or unexpected, or a shape differs.
         """
         from launcher.zero.features.context import GatheredParameters
 

@@ -1,4 +1,4 @@
-"""`dump_state`: what an engine is made of, as lines for people."""
+"""`dump_state`: a human-readable description of an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def state_lines(engine: Engine) -> Iterator[str]:
-    """Yield mesh, batch, model, units with their flat buffers, optimizer, schedule, and the resolved JSON."""
+    """Yield lines about mesh, batch, model, flat buffers, optimizer, schedule and the resolved config."""
     slots = engine.zero.slots.values()
     yield f"engine of {type(engine.module).__name__} at ZeRO stage {engine.zero_optimization_stage()}"
     yield f"  mesh           {engine.mesh.degrees} on {engine.device}"

@@ -1,8 +1,9 @@
-"""Documents that lie end to end in the rows of a batch: what attention is told of them, and whether a model obeys.
+"""Packed documents: passes their boundaries to attention, and checks that the model keeps documents apart.
 
-Their `position_ids` start anew with each document. Without an attention mask transformers makes block-diagonal masks of
-that for its own attention (eager, sdpa, flex); FlashAttention takes the borders of documents instead. Not every model
-looks at positions, and a state that runs along the row looks at none: so the model itself is asked.
+`position_ids` restart at each document. Without an attention mask, transformers derives block-diagonal masks
+from them for its own attention (eager, sdpa, flex); FlashAttention needs the boundaries of the documents
+instead. Not every model uses positions, and a recurrent state ignores them. So the check runs the model
+itself.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
 POSITIONS = "position_ids"
-_ROUNDING = 1e-6  # of a loss in fp32
-_NOISE = 10  # times what a token does that nobody may see: rows that are multiplied in other groups are rounded anew
-_MOST = {2: 1e-3, 4: 1e-5}  # of a loss, by bytes of a number: no rounding makes more
+_ROUNDING = 1e-6  # relative rounding error of a loss in fp32
+_NOISE = 10  # allowed multiple of the effect of later tokens, which causality hides: it is rounding only
+_MOST = {2: 1e-3, 4: 1e-5}  # largest relative change of a loss by rounding, by bytes per element
 _SEED = 20
 
 
 def for_attention(engine: Engine, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch, with the borders of its documents where FlashAttention will read them."""
+    """Return the batch, with the document boundaries added if the model uses FlashAttention."""
     if POSITIONS not in batch or not is_flash_attention_requested(_text_config(engine)):
         return batch
     starts = (batch[POSITIONS].flatten() == 0).nonzero().flatten()
@@ -39,18 +40,19 @@ def for_attention(engine: Engine, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_kept_apart(engine: Engine, rows: int, length: int) -> None:
-    """See in three evaluations that no document of a row changes the loss of the one after it. Every rank calls it.
+    """Check, in three evaluations, that a document does not change the loss of the next one. Every rank must
+    call it.
 
     Args:
-        rows, length: of a microbatch, as it will be trained.
+        rows, length: shape of a microbatch in training.
 
     Raises:
-        ConfigError: the model takes no positions, or lets documents see each other.
+        ConfigError: the model does not accept positions, or attends across documents.
     """
     _check_signature(engine)
     third = length // 3
     if third < 2:
-        return  # nothing fits before and after a document that is learned
+        return  # too short for three documents
     vocabulary = _text_config(engine).vocab_size
     generator = torch.Generator().manual_seed(_SEED)
     ids, other = (torch.randint(vocabulary, (rows, length), generator=generator) for _ in range(2))

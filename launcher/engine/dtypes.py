@@ -1,4 +1,4 @@
-"""Parameters and buffers of a model that depart from its dtype, by `data_types` and `torch_autocast`."""
+"""Parameters and buffers whose dtype differs from the model's, from `data_types` and `torch_autocast`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAFE_MODULES = "torch_autocast.lower_precision_safe_modules"
 
 
 def autocast_dtype(config: Config) -> torch.dtype | None:
-    """Return the dtype of `torch_autocast`; None when it is off."""
+    """Return the dtype of `torch_autocast`, or None if it is disabled."""
     section = config.torch_autocast
     return DTYPES[str(section.dtype or "bf16")] if section.enabled is True else None
 
@@ -30,14 +30,15 @@ def scales_loss(config: Config) -> bool:
 
 
 def state_dtype(config: Config, client: Any = None) -> torch.dtype:
-    """Return the least precise dtype of optimizer states: 16 bits where somebody asks for them and master weights have
-    16.
+    """Return the lowest precision of optimizer states: bf16 if requested and master weights are bf16, else
+    fp32.
 
     Args:
-        client: the script's own optimizer, in place of the JSON's.
+        client: the script's own optimizer, which replaces the configured one.
 
     Raises:
-        ArgumentsError: the JSON asks for it, and the script's optimizer for float32.
+        ArgumentsError: the config requests bf16 states, but the script's optimizer was created with float32
+            states.
     """
     asked = client if client is not None else config.optimizer and config.optimizer.params
     narrow = not getattr(asked, STATES, True)
@@ -55,13 +56,13 @@ def state_dtype(config: Config, client: Any = None) -> torch.dtype:
 
 
 def special_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
-    """Return parameter name -> its dtype, for those that do not have the dtype of the model.
+    """Return parameter name -> dtype, for parameters whose dtype differs from the model's.
 
-    In a 16-bit model: those that `data_types.keep_in_fp32_modules` names. Under torch_autocast: the floating-point
-    parameters of the modules that `lower_precision_safe_modules` names.
+    In a 16-bit model these are the parameters that match `data_types.keep_in_fp32_modules`. Under
+    torch_autocast these are the floating-point parameters of the modules in `lower_precision_safe_modules`.
 
     Raises:
-        ConfigError: a name of the JSON fits nothing.
+        ConfigError: a configured name matches nothing.
     """
     lower = autocast_dtype(config)
     if lower is not None:
@@ -88,12 +89,12 @@ def special_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def kept_in_fp32(config: Config, model: nn.Module) -> re.Pattern[str] | None:
-    """Return what matches the names of the parameters and buffers that stay float32; None where nothing departs.
+    """Return a pattern for the names of parameters and buffers that stay float32, or None if there are none.
 
-    A pattern matches anywhere in a name, as in Hugging Face's from_pretrained.
+    The pattern matches anywhere in a name, as in Hugging Face's from_pretrained.
 
     Raises:
-        ConfigError: a pattern of the JSON fits no parameter and no buffer.
+        ConfigError: a configured pattern matches no parameter or buffer.
     """
     listed = config.data_types.keep_in_fp32_modules
     if config.dtype == "fp32":
@@ -114,7 +115,7 @@ def kept_in_fp32(config: Config, model: nn.Module) -> re.Pattern[str] | None:
 
 
 def cast_buffers(config: Config, model: nn.Module) -> None:
-    """Give floating-point buffers the dtype of `data_types.buffer_dtype`; those kept in float32 are made that."""
+    """Cast floating-point buffers to `data_types.buffer_dtype`, or to float32 if they are kept in float32."""
     wanted = config.data_types.buffer_dtype
     kept = kept_in_fp32(config, model)
     for prefix, module in model.named_modules():

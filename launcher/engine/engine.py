@@ -1,5 +1,5 @@
-"""The engine that `initialize` returns: DeepSpeed's surface over the core. What each call does is in the DeepSpeed
-documentation; where ours differs, the docstring says so."""
+"""The engine that `initialize` returns: DeepSpeed's API on top of the core. See the DeepSpeed documentation
+for each method; docstrings here note the differences."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 
 
 class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
-    """A model in training. Made by `launcher.initialize`.
+    """A model in training, created by `launcher.initialize`.
 
-    The loop is `loss = engine(batch); engine.backward(loss); engine.step()` for every microbatch; the real step
-    happens at the accumulation boundary.
+    The training loop calls `loss = engine(batch); engine.backward(loss); engine.step()` for every microbatch;
+    the optimizer steps at the accumulation boundary.
 
     Attributes: those of `EngineCore`, and
-        monitor: its `write_events([(name, value, samples), ...])` reaches the monitors of the JSON.
+        monitor: its `write_events([(name, value, samples), ...])` writes to the configured monitors.
         training_dataloader: from `initialize(training_data=...)`.
-        shared_sequences: the model whose sequences ranks share; None: they are whole, or the script shares them.
+        shared_sequences: the sequence-parallel model; None without sequence parallelism, or if the script
+            does it.
     """
 
     shared_sequences: SharedModel | None = None
@@ -79,7 +80,7 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
             print(*state_lines(self), sep="\n", flush=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw away the gradients of the present step."""
+        """Discard the gradients of the current step."""
         self.zero.discard()
 
     def compile(
@@ -89,16 +90,16 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the transformer blocks, one by one; gathering and reducing stay outside of the graphs. With
-        "inductor", also the optimizer's step of 16-bit parameters on the CPU.
+        """Compile the transformer blocks one by one; all-gathers and reductions stay outside of the graphs.
 
-        DeepSpeed compiles the whole module. A second call does nothing.
+        With "inductor" this also compiles the optimizer step of 16-bit parameters on the CPU. DeepSpeed
+        compiles the whole module. A second call does nothing.
 
         Args:
-            backend, compile_kwargs: of torch.compile.
-            schedule: a list of (step, DeepCompile's passes); has no effect, which is logged. ZeRO's gathers are started
-                ahead of the blocks whether they are compiled or not.
-            compiled_autograd_enabled: has no effect, which is logged; a block's backward is compiled with its forward.
+            backend, compile_kwargs: passed to torch.compile.
+            schedule: a list of (step, DeepCompile's passes). Logged and ignored: ZeRO prefetches all-gathers
+                whether the blocks are compiled or not.
+            compiled_autograd_enabled: logged and ignored: a block's backward is compiled with its forward.
         """
         if not self.is_compiled:
             from launcher.models.compiled import compile_blocks
@@ -118,7 +119,7 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
             self.is_compiled = True
 
     def collect_python_gc(self) -> int:
-        """Collect cyclic garbage now, whether the collector is off or not; returns how many objects went."""
+        """Collect cyclic garbage, even if the collector is disabled; return the number of objects freed."""
         return gc.collect()
 
     def empty_partition_cache(self) -> None:
@@ -126,7 +127,7 @@ class Engine(CheckpointMixin, DeepSpeedMethods, WholeBatches):
         self.zero.reshard_all()
 
     def destroy(self) -> None:
-        """Wait for a save in the background, close monitors, take hooks off, free buffers, delete what rests on NVMe,
+        """Wait for a background save, close monitors, remove hooks, free buffers, delete data on NVMe, and
         undo `disable_python_gc`."""
         if self._saver is not None:
             self._saver.wait()

@@ -1,4 +1,4 @@
-"""Getters of an engine: DeepSpeed's, and a few of our own."""
+"""Getters of an engine: DeepSpeed's, and a few additional ones."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class ModuleHolder(nn.Module):
-    """A module around another one, `module`, that answers for the names of that, too."""
+    """A module that wraps another one, `module`, and forwards unknown attributes to it."""
 
     explain: ClassVar[Callable[[str], AttributeError] | None] = None
-    """Makes the error of a name that neither of the two has; whoever gives it other names sets it."""
+    """Creates the error for a name that neither module has; set by code that adds names to this class."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -44,7 +44,7 @@ class ModuleHolder(nn.Module):
 
 
 class EngineGetters(ConfigGetters):
-    """The questions that an engine answers without doing anything; `getters.py` has those that only read the JSON."""
+    """Getters without side effects; `config_getters.py` has those that only read the config."""
 
     zero: ZeroModel
     mesh: Mesh
@@ -64,8 +64,8 @@ class EngineGetters(ConfigGetters):
         return self._applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last gradient before clipping, the same at every stage; None with `compute_grad_norm`
-        false."""
+        """Return the norm of the last gradient before clipping, the same at every stage; None if
+        `compute_grad_norm` is false."""
         return self._norm
 
     def get_lr(self) -> list[float]:
@@ -84,7 +84,7 @@ class EngineGetters(ConfigGetters):
         return self.loss_scaler.scale
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Train batch, micro batch of a rank, accumulation steps."""
+        """Return (train batch size, micro batch size per rank, accumulation steps)."""
         return (
             self.train_batch_size(),
             self.train_micro_batch_size_per_gpu(),
@@ -98,7 +98,7 @@ class EngineGetters(ConfigGetters):
         return _whole(self._config.train_micro_batch_size_per_gpu)
 
     def managed_gradient_accumulation(self) -> bool:
-        """Return `managed_gradient_accumulation` of the resolved JSON; asked at every microbatch."""
+        """Return `managed_gradient_accumulation` of the resolved config; read at every microbatch."""
         return self._config.managed_gradient_accumulation
 
     def gradient_accumulation_steps(self) -> int:
@@ -109,26 +109,25 @@ class EngineGetters(ConfigGetters):
         return None if every is None else _whole(every)
 
     def curriculum_seqlen(self) -> int | None:
-        """Return the tokens that the next optimizer step sees of a sequence; None without a curriculum."""
+        """Return the sequence length of the next optimizer step; None without a curriculum."""
         return self.curriculum.seqlen(self.global_steps)
 
     def wall_clock_breakdown(self) -> bool:
-        """Return whether phases are timed; `flops_profiler` needs that, too."""
+        """Return whether phases are timed, which `flops_profiler` also requires."""
         return self.timers.enabled
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Return the milliseconds of each phase of the last step, by our names (forward, backward, reduce, step); {}
-        when off."""
+        """Return the milliseconds of forward, backward, reduce and step in the last step; {} if disabled."""
         return dict(self.timers.last_step)
 
     @property
     def tput_timer(self) -> Throughput:
-        """Return the sequences per second; it measures where `timers.throughput` and `steps_per_print` ask for it."""
+        """Return the throughput timer, active if `timers.throughput` and `steps_per_print` are enabled."""
         return self.telemetry.throughput
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Return the weights whose gradients travel sparse: none, also where the JSON has `sparse_gradients`."""
+        """Return the weights with sparse gradients: always empty, even with `sparse_gradients`."""
         return set()
 
     def zero_optimization(self) -> bool:
@@ -142,12 +141,12 @@ class EngineGetters(ConfigGetters):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the resolved JSON as a plain dict."""
+        """Return the resolved config as a plain dict."""
         return self._config.to_dict()
 
     @property
     def resolved(self) -> Config:
-        """Return the resolved JSON, typed."""
+        """Return the resolved config as a `Config`."""
         return self._config
 
     @property
@@ -186,7 +185,7 @@ class EngineGetters(ConfigGetters):
         return self.mesh.axes["pp"].rank
 
     def optimizer_name(self) -> str | None:
-        """Return the class that steps."""
+        """Return the class name of the optimizer."""
         return type(self.optimizer.inner).__name__ if self.optimizer else None
 
     @property
@@ -194,7 +193,7 @@ class EngineGetters(ConfigGetters):
         return self.mesh.dp.group
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every param group, until a schedule sets it again."""
+        """Set the learning rate of every param group, until the scheduler sets it again."""
         for group in self.optimizer.param_groups if self.optimizer else []:
             group["lr"] = lr
 
@@ -204,8 +203,8 @@ class EngineGetters(ConfigGetters):
         return self.get_lr()[0]
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes this rank holds: parameters with their older versions, master weights, gradients, optimizer
-        state."""
+        """Return the bytes held by this rank: parameters (including older versions), master weights,
+        gradients and optimizer state."""
         held = {**self.zero.held_bytes(), "optimizer": self.optimizer.held_bytes() if self.optimizer else 0}
         if self.versions is not None:
             held["parameters"] += self.versions.held_bytes

@@ -1,4 +1,4 @@
-"""The microbatches of a step or of an evaluation: `pipeline/executor/` runs them, in one stage or in many."""
+"""Runs the microbatches of a step or an evaluation through `pipeline/executor/`, in one stage or several."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class EngineExecutor:
-    """Carries the actions of one step out on an engine (`StageExecutor`).
+    """Executes the actions of one step on an engine (`StageExecutor`).
 
     Args:
-        weights: of each microbatch in the loss; they add up to 1.
-        outputs: gets what the last stage returns for each microbatch; None: nobody wants it.
-        with_loss: False: there is none.
+        weights: the weight of each microbatch in the loss; they sum to 1.
+        outputs: collects the outputs of the last stage for each microbatch; None if they are not needed.
+        with_loss: False if no loss is computed.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EngineExecutor:
 
     def forward(self, module: nn.Module, batch: Any) -> Any:
         if self.engine.runtime.staged.is_whole:
-            module = self.engine.module  # scripts may have put another one around the model
+            module = self.engine.module  # scripts may have wrapped the model
         logits = loss_only() if self.outputs is None else nullcontext()
         with logits:
             return call(partial(self.engine.run_module, module), to_device(batch, self.engine.device))
@@ -84,7 +84,7 @@ class EngineExecutor:
         return loss
 
     def root_gradient(self, microbatch: int) -> float:
-        """Return the factor of a loss. A microbatch that makes an update is a batch: weights are 1 on the average."""
+        """Return the initial gradient of a loss. If each microbatch makes an update, weights average 1."""
         updates = len(self.weights) if self.plan.updates_inside else 1
         return self.weights[microbatch] * updates * self.engine.loss_scaler.scale
 
@@ -92,7 +92,7 @@ class EngineExecutor:
         self, stage: int, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool
     ) -> None:
         place = self._begin_backward(self.engine.runtime.staged.names_of(stage), last)
-        if not outputs:  # nothing before them is trained: `flush` reduces what there is
+        if not outputs:  # nothing before this stage is trained: `flush` reduces the existing gradients
             self.engine.zero.reducer.plan = BackwardPlan(reduces=False, last=last)
             return
         with self.engine.telemetry.phase("backward", self.engine), adding_in(place):
@@ -107,7 +107,8 @@ class EngineExecutor:
                     torch.autograd.backward(leaves, gradients)
 
     def _begin_backward(self, blocks: Collection[str] | None, last: bool) -> GradientBuffer | None:
-        """Begin a backward, and return where it adds gradients of weights up: nowhere if it is to reduce them.
+        """Begin a backward; return the buffer that accumulates weight gradients, or None if this backward
+        reduces them.
 
         Args:
             blocks: see `GradientPlan.begin_backward`.
@@ -133,10 +134,10 @@ class EngineExecutor:
 def train(
     engine: EngineCore, batches: Sequence[Any], weights: Sequence[float]
 ) -> tuple[Tensor, Sequence[float]]:
-    """Run forward and backward of all microbatches of a step; the optimizer has not stepped.
+    """Run forward and backward of all microbatches of a step, without the optimizer step.
 
     Args:
-        batches, weights: those of the first stage are taken.
+        batches, weights: only used on the first stage.
 
     Returns:
         fp64 [microbatches] losses, and their weights, on all ranks.
@@ -163,9 +164,10 @@ def evaluate(
     """Run the forwards of microbatches without gradients.
 
     Args:
-        batches, weights: those of the first stage are taken.
-        outputs: gets what the model returns for each, its logits where it has such, on the ranks of the last stage.
-        with_loss: False: losses are zeros.
+        batches, weights: only used on the first stage.
+        outputs: collects the logits of each microbatch, or the model output without logits, on the last
+            stage.
+        with_loss: False returns zeros as losses.
 
     Returns:
         fp64 [microbatches] losses, and their weights, on all ranks.
@@ -179,15 +181,13 @@ def evaluate(
 
 
 def weighted(losses: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the sum of weight x loss, fp64 []. A microbatch of weight 0 has no token to learn, and a loss that is no
-    number."""
+    """Return the sum of weight x loss, fp64 []. Skip weight 0: without tokens, the loss is NaN."""
     kept = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
     return torch.stack([loss * weight for loss, weight in kept]).sum() if kept else losses.new_zeros(())
 
 
 def listener_of(engine: EngineCore) -> OptimizerInBackward | None:
-    """Return what steps weights during the last backward of a step, where nothing about the whole gradient has to be
-    known before."""
+    """Return the optimizer that steps in the last backward; None if the step needs all gradients first."""
     optimizer = engine.optimizer
     if optimizer is None or not can_step_in_backward(engine):
         return None
@@ -199,8 +199,8 @@ def listener_of(engine: EngineCore) -> OptimizerInBackward | None:
 def _shared(
     engine: EngineCore, batches: Sequence[Any], weights: Sequence[float], *, training: bool
 ) -> tuple[Sequence[Any], Sequence[float]]:
-    """Return the batches of the first stage, on all ranks. Its tp ranks have read them, each by itself."""
-    if engine.runtime.staged.is_whole:  # nobody to share with, and hooks of the model look at its inputs
+    """Return the first stage's batches on all ranks. Each tp rank of the first stage reads its own copy."""
+    if engine.runtime.staged.is_whole:  # a single stage, and hooks of the model check its inputs
         return batches, weights
     mine = [to_device(batch, engine.device) for batch in batches], list(weights)
     shared: tuple[list[Any], list[float]] = share(mine, engine.mesh.axes["pp"], engine.device)
@@ -209,7 +209,7 @@ def _shared(
 
 
 def _agreed(engine: EngineCore, losses: Sequence[Tensor], number: int) -> Tensor:
-    """fp64 [number]: the losses that the last stage has, on all."""
+    """Broadcast the losses of the last stage to all stages: fp64 [number]."""
     found = torch.zeros(number, dtype=torch.float64, device=engine.device)
     if losses:
         found.copy_(torch.stack([loss.double() for loss in losses]))

@@ -1,4 +1,4 @@
-"""The end of a step that would go wrong: gradients are missing or not finite, or equal values differ."""
+"""Checks before an optimizer step: missing or non-finite gradients, and inconsistent loss scales."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger("launcher")
 
 
 def skips_overflow(config: Config) -> bool:
-    """Return whether a step whose gradient is not finite is left out."""
+    """Return whether a step with a non-finite gradient is skipped."""
     return scales_loss(config) or bool(config.bf16.enabled and config.bf16.check_grad_overflow)
 
 
 def can_step_in_backward(engine: EngineCore) -> bool:
-    """Return whether a buffer can be stepped before all gradients are there: its gradient is whole after its reduction
-    over dp, and nothing about the others changes its step."""
+    """Return whether a buffer can be stepped before all gradients are available: its gradient is final after
+    its reduction over dp, and its step does not depend on other gradients."""
     config, zero = engine._config, engine.zero
     alone = zero.tp.degree == zero.pp.degree == 1 and zero.checks is None
     optimizer = engine.optimizer
@@ -34,14 +34,14 @@ def can_step_in_backward(engine: EngineCore) -> bool:
         optimizer is not None and engine.versions is None and not isinstance(optimizer.inner, WholeOptimizer)
     )
     known = float(config.gradient_clipping) == 0 and not skips_overflow(config)
-    known = known and config.fault_tolerance.replicas == 1  # else it is the mean over replicas that counts
-    # what is compared before a step must be there before anything changes
+    known = known and config.fault_tolerance.replicas == 1  # otherwise the step needs the mean over replicas
+    # replica_check compares values before any of them changes
     known = known and not (config.replica_check.resting or config.replica_check.replay_every)
     return alone and whole and known and config.zero_optimization.ignore_unused_parameters
 
 
 def check_unused(zero: ZeroModel, used: list[bool]) -> None:
-    """Raise UnusedParametersError when a trainable parameter got no gradient (`ignore_unused_parameters: false`)."""
+    """Raise UnusedParametersError if a trainable parameter has no gradient (`ignore_unused_parameters`)."""
     slots = [slot for gradient in zero.gradients for slot in gradient.flat.slots]
     names = [slot.name for slot, flag in zip(slots, used, strict=True) if not flag]
     if names:
@@ -53,7 +53,7 @@ def check_unused(zero: ZeroModel, used: list[bool]) -> None:
 
 
 def check_scales(kinds: set[bool], loss_scale: float, accumulation: int) -> None:
-    """Raise LauncherError when some losses of a step were scaled (by `engine.backward`) and others were not."""
+    """Raise LauncherError if only some losses of a step were scaled (by `engine.backward`)."""
     if len(kinds) == 2 and (loss_scale != 1 or accumulation > 1):
         raise LauncherError(
             "some gradients of this step came through engine.backward(), which scales the loss "
@@ -64,10 +64,10 @@ def check_scales(kinds: set[bool], loss_scale: float, accumulation: int) -> None
 
 
 def tell_overflow(engine: EngineCore) -> None:
-    """Say which parameters overflowed: when that ends the run, and now and then in bf16, where it is no routine.
+    """Report the parameters that overflowed, if this ends the run or, with decreasing frequency, in bf16.
 
     Raises:
-        LossScaleExhausted: on every rank; the engine is as it was before this step.
+        LossScaleExhausted: on every rank; the engine is in the state before this step.
     """
     if engine.loss_scaler.exhausted:
         which = in_words(find_overflows(engine.zero), watched=True)

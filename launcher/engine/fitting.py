@@ -1,4 +1,4 @@
-"""The check that a checkpoint is of this engine's model and optimizer, before anything is changed."""
+"""The check that a checkpoint fits the engine's model and optimizer, before loading changes anything."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 Stored = dict[str, TensorStorageMetadata]
 STATES = ("optimizer", "scalar", "number")
-"""Kinds of names that hold the states of a parameter."""
+"""Kinds of entries that store the optimizer states of a parameter."""
 META: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("global_steps", "global_samples", "micro_steps", "skipped_steps"), int),
     **dict.fromkeys(("loss_scale", "client_state"), dict),
     **dict.fromkeys(("optimizer", "scheduler"), (dict, type(None))),
 }
-"""What `state.py` reads of a checkpoint's meta, and of which type."""
+"""Keys of a checkpoint's metadata that `state.py` reads, and their types."""
 KINDS = ("model", "buffer", *STATES, "rng", "rng_python", "rng_numpy", "rng_cuda")
 
 
 def parts_of(full_name: str) -> tuple[str, str, str]:
-    """Split KIND/STATE/PARAMETER; a kind without states gives no parameter."""
+    """Split KIND/STATE/PARAMETER; PARAMETER is empty for kinds without states."""
     kind, _, rest = full_name.partition("/")
     key, _, name = rest.partition("/")
     return kind, key, name
@@ -55,10 +55,10 @@ def look(
     scheduler: bool,
     allow_model_changes: bool,
 ) -> Stored:
-    """Return what the checkpoint stores. Collective.
+    """Check the checkpoint, and return the tensors that it stores. Collective.
 
     Raises:
-        CheckpointError: on every rank: it does not fit.
+        CheckpointError: on every rank: the checkpoint does not fit.
     """
     mine = _shapes(engine)
     read = {f"model/{piece.name}" for piece in engine.zero.slices()} | {
@@ -66,8 +66,8 @@ def look(
     }
     known = set().union(*of_stages(engine, sorted(mine)))
     ties = tied_names(engine)
-    known |= {f"model/{name}" for name in ties}  # some programs write each of their names
-    # or do not tell buffers apart
+    known |= {f"model/{name}" for name in ties}  # some programs write every name of a tied parameter
+    # and some do not distinguish buffers from parameters
     known |= {f"model/{name}" for name, _ in persistent_buffers(engine.module)}
 
     def check() -> Stored:
@@ -90,20 +90,20 @@ def look(
         return stored
 
     ranks = CollectiveErrors(None)
-    stored = ranks.together(check)  # each node may have a directory of its own
-    if strict and not allow_model_changes:  # last, and on all ranks: names and shapes say more
+    stored = ranks.together(check)  # each node may have its own directory
+    if strict and not allow_model_changes:  # last: errors about names and shapes are more specific
         ranks.together(lambda: _check_settings(engine, path, meta))
     return stored
 
 
 def stored_name(name: str, stored: Stored) -> str:
-    """Return the name that a checkpoint has for a tensor: programs of FSDP2 do not tell buffers from parameters."""
+    """Return a tensor's name in the checkpoint: FSDP2 programs store buffers under names of parameters."""
     other = name.replace("buffer/", "model/", 1)
     return other if name.startswith("buffer/") and name not in stored and other in stored else name
 
 
 def _check_ties(path: Path, metadata: Metadata, ties: dict[str, str]) -> None:
-    """Check that a checkpoint which has a tied parameter under several names has the same values under each."""
+    """Check that a tied parameter stored under several names has the same values under each."""
     shapes = shapes_of(metadata)
     for other, name in ties.items():
         if f"model/{other}" in shapes and f"model/{name}" in shapes:
@@ -118,13 +118,13 @@ def _check_ties(path: Path, metadata: Metadata, ties: dict[str, str]) -> None:
 
 
 def _check_groups(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
-    """Check that the param groups of the checkpoint have the parameters of this run's."""
+    """Check that the param groups of the checkpoint contain the parameters of this run."""
     if meta["optimizer"] is None or engine.optimizer is None:
         return
     names = engine.optimizer.group_names()
     saved_groups(meta["optimizer"], names)
     known = {name for group in meta["optimizer"].get("names") or () for name in group}
-    # launcher's own checkpoints may be loaded into a run that trains more.
+    # launcher's own checkpoints may be loaded into a run that trains more parameters.
     strange = [name for group in names for name in group if name not in known]
     if known and strange and ("writer" in meta or meta.get("imported_from")):
         raise CheckpointError(
@@ -136,7 +136,7 @@ def _check_groups(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
 
 
 def _check_meta(path: Path, meta: dict[str, Any]) -> None:
-    """Check the meta: a file without checksums, or one that another program wrote, may lack what is loaded from it."""
+    """Validate the metadata: a file without checksums, or from another program, may lack required keys."""
     wrong = [
         f"{key} is {'missing' if key not in meta else f'of type {type(meta[key]).__name__}'}"
         for key, kinds in META.items()
@@ -151,7 +151,7 @@ def _check_meta(path: Path, meta: dict[str, Any]) -> None:
 
 
 def _shapes(engine: Engine) -> dict[str, Size]:
-    """Return the name in a checkpoint -> shape, of this stage's parameters and buffers."""
+    """Return name in the checkpoint -> shape, for the parameters and buffers of this stage."""
     shapes = {f"model/{name}": slot.split.shape for name, slot in engine.zero.slots.items()}
     return shapes | {f"buffer/{name}": value.shape for name, value in persistent_buffers(engine.module)}
 
@@ -184,8 +184,10 @@ def _frozen(engine: Engine) -> set[str]:
 def _check_shapes(
     path: Path, stored: Stored, mine: dict[str, Size], read: set[str], frozen: set[str]
 ) -> None:
-    """Check that the tensors have the shapes of the model.
-    read: what this rank needs; a node with storage of its own has no more than its ranks need.
+    """Check that the stored tensors have the shapes of the model.
+
+    Args:
+        read: names that this rank needs; node-local storage has only the tensors of its own ranks.
     """
     missing = [name for name in mine if name in read and name not in stored]
     wrong = [
@@ -210,7 +212,7 @@ def _check_shapes(
 
 
 def _check_kinds(engine: Engine, path: Path, stored: Stored) -> None:
-    """Check that floating-point parameters were stored as such: numbers of quantised ones mean something else."""
+    """Check that floating-point parameters were stored as such; quantised values cannot be loaded."""
     odd = [
         f"{name} is {stored[f'model/{name}'].properties.dtype}"
         for name, slot in engine.zero.slots.items()
@@ -227,9 +229,9 @@ def _check_kinds(engine: Engine, path: Path, stored: Stored) -> None:
 
 def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
     mine, theirs = engine.get_type()[:1], (meta["optimizer"] or {"type": []})["type"]
-    if theirs is None:  # DeepSpeed's, before the first step
+    if theirs is None:  # a DeepSpeed checkpoint from before the first step
         return
-    # DeepSpeed's do not say which optimizer it was, but have states that some optimizers have
+    # DeepSpeed checkpoints do not name the optimizer; the candidates are inferred from the states
     theirs = theirs if isinstance(theirs, list) else [theirs]
     if mine[0] not in theirs:
         has = f"the state of {' or '.join(theirs)}" if theirs else "weights, and no state of an optimizer"
@@ -242,8 +244,8 @@ def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
 
 
 def _check_schedule(engine: Engine, path: Path, state: dict[str, Any] | None) -> None:
-    """Check the kind of schedule: DeepSpeed's and torch's count their steps under other names, and would begin anew in
-    silence."""
+    """Check the kind of schedule: DeepSpeed's and torch's store their step count under different names, and
+    would silently restart."""
     mine = "last_batch_iteration" if isinstance(engine.lr_scheduler, Schedule) else "last_epoch"
     theirs = "last_epoch" if isinstance(engine.lr_scheduler, Schedule) else "last_batch_iteration"
     known = isinstance(engine.lr_scheduler, Schedule | LRScheduler)
@@ -257,8 +259,7 @@ def _check_schedule(engine: Engine, path: Path, state: dict[str, Any] | None) ->
 
 
 def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -> None:
-    """Check that every parameter has all its states: those that its like in the same param group have. One that was
-    never stepped has none at all."""
+    """Check that every parameter has the states of similar ones in its group, or none if never stepped."""
     assert engine.optimizer is not None
     strange = [name for name in stored if parts_of(name)[0] not in KINDS]
     states: dict[str, set[str]] = defaultdict(set)
@@ -294,7 +295,7 @@ def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -
 
 
 def _alike(engine: Engine, stored: Stored) -> Iterator[list[str]]:
-    """Yield the parameters that this rank steps, by param group and number of dims: optimizers treat these alike."""
+    """Yield this rank's parameters by param group and number of dims; each such group has the same states."""
     assert engine.optimizer is not None
     groups = enumerate(engine.optimizer.inner.param_groups)
     group_of = {id(tensor): number for number, group in groups for tensor in group["params"]}

@@ -1,4 +1,4 @@
-"""`flops_profiler`: in which step operations are counted, in which modules are timed, and where the report goes."""
+"""`flops_profiler`: selects the steps in which to count FLOPs and time modules, and writes the report."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Counts in the step before `profile_step`, times in that one, and reports. At other steps it does nothing.
+    """Counts FLOPs in the step before `profile_step`, and times modules and reports in that step.
 
-    Where there is no step before (profile_step 0, or the run began there), both are done in one.
+    If there is no previous step (profile_step 0, or the run began there), both are done in one step. Other
+    steps are not affected.
     """
 
     def __init__(self, config: FlopsProfilerConfig) -> None:
@@ -47,7 +48,7 @@ class StepProfiler:
     def after_step(
         self, engine: EngineCore, phases_ms: Mapping[str, float], say: Callable[[str], None]
     ) -> None:
-        """Report when the profiled step is over."""
+        """Report after the profiled step."""
         step = engine.global_steps - 1
         if step != self._config.profile_step or self._meter is None or self._counted_in is None:
             return

@@ -1,8 +1,9 @@
-"""Access to what an engine keeps of one parameter, wherever its pieces are: fp32 weights, optimizer states, gradient.
+"""Access to the fp32 weights, optimizer states and gradient of one parameter, wherever they are stored.
 
-DeepSpeed's functions, under their names. "full" is the whole local parameter, as one tensor of its shape (a slice
-along tp where layers are split), assembled from all ranks of dp: a collective, which every rank must enter. "local" is
-the piece that this rank's optimizer steps, flat; empty where it owns none.
+These are DeepSpeed's functions, under the same names. "full" is the unsharded local parameter as one tensor
+of its shape (a slice along tp if layers are split), assembled from all dp ranks: a collective that every rank
+must call. "local" is the flat piece that this rank's optimizer steps; it is empty if the rank owns none of
+the parameter.
 """
 
 from __future__ import annotations
@@ -26,48 +27,51 @@ if TYPE_CHECKING:
     from launcher.engine.engine import Engine
 
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
-"""Those that there are in this process."""
+"""All engines of this process."""
 
 
 # ---- full ----------------------------------------------------------------------------------------
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return the master weights, whole. None for a parameter of no engine."""
+    """Return the full master weights, or None if the parameter belongs to no engine."""
     return _full(param, _weights)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return a state of the optimizer such as "exp_avg", whole. None before there is one."""
+    """Return the full optimizer state of a key such as "exp_avg", or None before it exists."""
     return _full(param, lambda place: _state(place, optim_state_key))
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """Return the gradient, whole. From the end of backward at an accumulation boundary to the step: the mean over dp.
-    Before that: what this rank alone has added up, since the last reduction. None where no gradient has come."""
+    """Return the full gradient, or None if there is none.
+
+    From the end of backward at an accumulation boundary until the step, this is the mean over dp. Before
+    that, it is the local gradient that this rank has accumulated since the last reduction.
+    """
     place = _found(param)
     return _own(place) if place is not None and place.local else _full(param, _gradient)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set the master weights, and the parameter. Every rank gives the same whole value."""
+    """Set the master weights and the parameter. Every rank passes the same full value."""
     _set(param, _weights, value)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set a state of the optimizer."""
+    """Set an optimizer state from a full value."""
     _set(param, lambda place: _state(place, optim_state_key), value)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Set the gradient that the step will use, the mean over dp; before the reduction: what this rank adds to it."""
+    """Set the gradient (mean over dp) for the step; before the reduction, this rank's local gradient."""
     _set(param, _gradient, value)
 
 
 def safe_update_full_grad_vectorized(
     param_list: Sequence[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Replace gradients by `update_func(gradient, parameter)`, of those that have one."""
+    """Replace the gradients of parameters that have one by `update_func(gradient, parameter)`."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -78,17 +82,17 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """Return this rank's piece of the master weights [elements that it owns]."""
+    """Return this rank's piece of the master weights, flat [owned elements]."""
     return _local(param, _weights)
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return this rank's piece of a state of the optimizer."""
+    """Return this rank's piece of an optimizer state."""
     return _local(param, lambda place: _state(place, optim_state_key))
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """Return this rank's piece of the gradient, as `safe_get_full_grad` has it."""
+    """Return this rank's piece of the gradient; see `safe_get_full_grad`."""
     place = _found(param)
     if place is None or not place.local:
         return _local(param, _gradient)
@@ -97,12 +101,12 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set this rank's piece of the master weights; every rank must call it, for the parameter is brought up to date."""
+    """Set this rank's piece of the master weights, and update the parameter. Every rank must call it."""
     _set(param, _weights, value, local=True)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's piece of a state of the optimizer."""
+    """Set this rank's piece of an optimizer state."""
     _set(param, lambda place: _state(place, optim_state_key), value, local=True)
 
 
@@ -111,14 +115,14 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     _set(param, _gradient, value, local=True)
 
 
-# ---- where it is ---------------------------------------------------------------------------------
+# ---- lookup --------------------------------------------------------------------------------------
 
 
 class _ParamFragment:
     """A trainable parameter of an engine.
 
     Attributes:
-        start, stop: elements of it that this rank's optimizer steps.
+        start, stop: the range of its elements that this rank's optimizer steps.
     """
 
     def __init__(self, engine: Engine, slot: ParamSlot) -> None:
@@ -133,18 +137,18 @@ class _ParamFragment:
 
     @property
     def local(self) -> bool:
-        """Return whether its gradient is not reduced yet."""
+        """Return whether its gradient has not been reduced yet."""
         return self.engine.zero.reducer.holds_local(self.gradient)
 
     @property
     def divisor(self) -> float:
-        """Return the number that divides what is kept of gradients to give their mean; before the reduction, this
-        rank's own. rank's own."""
+        """Return the divisor that turns the stored gradient into the mean, or, before the reduction, into
+        this rank's own gradient."""
         return self.engine.divisor_of_local() if self.local else self.engine.gradient_divisor()
 
     @property
     def at(self) -> slice:
-        """Return the slice in the owned range of the flat buffer."""
+        """Return its slice within the owned range of the flat buffer."""
         first = self.slot.offset - self.flat.owned.start
         return slice(first + self.start, first + self.stop)
 
@@ -208,9 +212,7 @@ def _full(param: Tensor, held: FragmentGetter) -> Tensor | None:
         return None
     flat, slot = place.flat, place.slot
     with held(place) as mine:
-        one = (
-            mine is not None and mine.dim() == 0
-        )  # a number, of which each rank that owns something has a copy
+        one = mine is not None and mine.dim() == 0  # a 0-dim state, copied on each rank that owns elements
         there = mine is not None and (held is not _gradient or slot.used)
         whole = torch.zeros(slot.numel + 2, dtype=torch.float32, device=flat.pool.device)
         whole[-2:] = torch.tensor([float(there), float(there and one)])
@@ -230,13 +232,13 @@ def _local(param: Tensor, held: FragmentGetter) -> Tensor | None:
     if place is None:
         return None
     with held(place) as mine:
-        if mine is None:  # of what it owns nothing of, a rank has an empty piece
+        if mine is None:  # a rank that owns none of the parameter has an empty piece
             return torch.empty(0, device=place.engine.device) if place.size == 0 else None
         return mine.float() / (place.divisor if held is _gradient else 1.0)
 
 
 def _set(param: Tensor, held: FragmentGetter, value: Tensor, *, local: bool = False) -> None:
-    """Copy a whole value, or this rank's piece of one, and do what has to follow."""
+    """Copy a full value, or this rank's piece of one, and update the values that depend on it."""
     place = _place_of(param)
     _check(place, value, torch.Size([place.size]) if local else place.slot.shape)
     if held is _gradient and place.local:
@@ -265,10 +267,10 @@ def _check(place: _ParamFragment, value: Tensor, shape: torch.Size) -> None:
 
 
 def _copy(mine: Tensor | None, value: Tensor, place: _ParamFragment, *, kept: bool = True) -> None:
-    """Fill this rank's piece.
+    """Copy the value into this rank's piece.
 
     Args:
-        kept: false: no rank has one now. Else a rank that owns nothing of the parameter has none, and that is fine.
+        kept: False if no rank has the value now. Otherwise `mine` may be None on ranks that own no elements.
     """
     if mine is None and (place.size or not kept):
         raise LauncherError(

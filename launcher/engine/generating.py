@@ -1,4 +1,4 @@
-"""The likeliest continuation of a prompt, on any topology: whole, split or in stages."""
+"""Greedy generation from a prompt, on any topology: single rank, tensor parallel or in stages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NOBODY = -1
 
 
 def continuation(engine: Engine, prompt: Sequence[int], most: int, end: int | None = None) -> list[int]:
-    """Return the tokens that the model writes after `prompt`, each the likeliest. Every rank must call it, and gets the
-    same.
+    """Return the greedy continuation of `prompt`, the same on every rank. Every rank must call it.
 
-    Each token is a forward of all that stand before it: meant for a look at a model, not for serving one.
+    There is no KV cache: each token takes a forward of the whole sequence. Use it to inspect a model, not to
+    serve one.
 
     Args:
-        prompt: tokens, the same on every rank.
-        most: how many are written at most.
-        end: the token to stop at; it is not returned.
+        prompt: token ids, the same on every rank.
+        most: maximum number of tokens to generate.
+        end: token to stop at; it is not returned.
     """
     written: list[int] = []
     while len(written) < most:
@@ -31,7 +31,8 @@ def continuation(engine: Engine, prompt: Sequence[int], most: int, end: int | No
         outputs = engine.eval_batch(
             iter([batch]), compute_loss=False, reduce_output=None, num_micro_batches=1
         )
-        # The last stage's ranks know it; where replicas differ by a rounding, all follow one of them.
+        # Only the last stage has the logits. MAX makes all ranks agree even if rounding differs between
+        # replicas.
         token = torch.tensor(_NOBODY, device=engine.device)
         if outputs is not None:
             token = outputs[0][0, -1].argmax()

@@ -1,4 +1,4 @@
-"""Arguments of `initialize()` beside the model: the configuration, and the sizes of others' model parallelism."""
+"""Checks of the arguments of `initialize()`: the config, and model parallelism set up by the script (mpu)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TENSOR = ("get_tensor_model_parallel_{}", "get_slice_parallel_{}", "get_model_pa
 STAGES = ("get_pipeline_model_parallel_{}", "get_pipe_parallel_{}")
 SEQUENCE = ("get_sequence_parallel_{}",)
 DATA = ("get_data_parallel_{}",)
-"""Names under which Megatron and DeepSpeed ask an mpu, the newest first; {} is `world_size` or `rank`."""
+"""Names of mpu getters in Megatron and DeepSpeed, newest first; {} is `world_size` or `rank`."""
 
 WORDS = {
     "tp": "tensor-parallel ranks",
@@ -31,11 +31,11 @@ WHERE = "initialize(mpu=...)"
 
 
 def loaded_config(args: Any, config: Any) -> Config:
-    """Return the configuration; what a person should know of its keys is logged, on rank 0.
+    """Load and return the config; log notes on its keys on rank 0.
 
     Raises:
-        ArgumentsError: it is given twice or not at all.
-        ConfigError: it cannot be done.
+        ArgumentsError: the config is given twice or not at all.
+        ConfigError: the config is invalid.
     """
     given = {"config=...": config}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
@@ -61,7 +61,7 @@ def loaded_config(args: Any, config: Any) -> Config:
 
 
 def tell(config: Config) -> None:
-    """Log the notes on a configuration: one warning about keys that do nothing, the rest as information."""
+    """Log the notes on a config: one warning for all keys without effect, the other notes at INFO."""
     idle = [note for note in config.notes if note.kind in ("no effect", "foreign")]
     if idle:
         lines = "".join(f"\n  {note}" for note in idle)
@@ -72,17 +72,17 @@ def tell(config: Config) -> None:
 
 
 def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
-    """Check that the model parallelism that a script has set up by itself is that of the JSON, rank by rank.
+    """Check that the model parallelism set up by a script matches the config, rank by rank.
 
     Args:
-        mpu: Megatron's module of that name, or an object with its getters; None: there is none.
+        mpu: Megatron's module of that name, an object with the same getters, or None.
 
     Raises:
-        ConfigError: a size or this rank's place is another one than here, or the layers are split already.
+        ConfigError: a size or this rank's coordinate differs, or the layers are already split.
     """
     if mpu is None:
         return
-    # what shares sequences calls the ranks of one "model-parallel"
+    # sequence-parallel mpus call their sequence group "model-parallel"
     tensor = () if hasattr(mpu, "initialize_sequence_parallel") else TENSOR
     for key, names, axis in (
         ("tensor_parallel.autotp_size", tensor, mesh.axes["tp"]),
@@ -111,7 +111,7 @@ def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
 
 
 def _asked(mpu: Any, names: tuple[str, ...], what: str) -> int | None:
-    """Return the answer of the first getter that the mpu has; None where it has none of them."""
+    """Return the value of the first getter that the mpu has, or None if it has none of them."""
     getters = (getattr(mpu, name.format(what), None) for name in names)
     getter = next((getter for getter in getters if callable(getter)), None)
     return None if getter is None else int(getter())

@@ -1,4 +1,4 @@
-"""Plans when a step reduces gradients and gathers parameters, for the engine and for the memory estimate."""
+"""Decides when a step reduces gradients and gathers parameters, for the engine and the memory estimate."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from launcher.zero.unshard import Unsharder
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """The treatment of gradients and parameters by the microbatches of a step.
+    """When the microbatches of a step reduce gradients and gather parameters.
 
     Args:
-        reduces_each: Gradients that are sharded are reduced after every microbatch, and not only after the last one.
-        gathers_each: Parameters that are sharded are gathered for every microbatch, and not once a step.
-        updates_inside: Each microbatch makes an update of its own.
-        chunks: Virtual stages of a rank. With several, the last backward of a step is of one of them only.
+        reduces_each: Sharded gradients are reduced after every microbatch, not only after the last one.
+        gathers_each: Sharded parameters are gathered for every microbatch, not once per step.
+        updates_inside: Each microbatch updates the weights.
+        chunks: Virtual stages per rank. With several, the last backward of a step covers only one of them.
     """
 
     reduces_each: bool
@@ -29,7 +29,7 @@ class GradientPlan:
 
     @classmethod
     def of(cls, section: PipelineConfig, *, is_whole: bool) -> GradientPlan:
-        """Return the plan of a model that is cut as the JSON's `pipeline` says, or not at all."""
+        """Return the plan for the `pipeline` section, or for a model that is not cut into stages."""
         if is_whole:
             return cls(reduces_each=True, gathers_each=True)
         return cls(
@@ -47,12 +47,12 @@ class GradientPlan:
         last: bool,
         listener: ReduceListener | None = None,
     ) -> None:
-        """Tell the reducer what the coming backward is.
+        """Set the reducer's plan for the next backward.
 
         Args:
             blocks: see `BackwardPlan`.
-            last: It is the last one of this rank in this step.
-            listener: For the last one, if that reduces.
+            last: Whether this is the last backward of this rank in this step.
+            listener: Used by the last backward, if it reduces.
         """
         reduces = self.reduces_each or (last and self.chunks == 1)
         reducer.plan = BackwardPlan(
@@ -61,8 +61,8 @@ class GradientPlan:
 
     @contextmanager
     def of_step(self, unsharder: Unsharder, reducer: Reducer) -> Iterator[None]:
-        """Inside are the forwards and backwards of a step. At its end parameters are freed, and then what the last
-        backward has left is reduced: in their memory."""
+        """Wrap the forwards and backwards of a step. On exit, free the parameters first, then reduce the
+        remaining gradients, which can reuse the freed memory."""
         try:
             with self.gathering(unsharder):
                 yield
@@ -71,12 +71,12 @@ class GradientPlan:
             reducer.plan = BackwardPlan()
 
     def gathering(self, unsharder: Unsharder) -> AbstractContextManager[None]:
-        """Inside, sharded parameters stay gathered for all microbatches, unless each gathers them."""
+        """Return a context that keeps sharded parameters gathered, unless each microbatch gathers them."""
         return nullcontext() if self.gathers_each else unsharder.keeping()
 
 
 def flush(reducer: Reducer) -> None:
-    """Reduce what the last backward has not."""
+    """Reduce the gradients that the last backward did not reduce."""
     if not reducer.plan.reduces:
         reducer.plan = BackwardPlan()
         reducer.flush()

@@ -1,5 +1,5 @@
-"""Loaders of a dataset that give each data-parallel rank its share: one rule for `initialize(training_data=...)`,
-`engine.deepspeed_io()` and DeepSpeed's loader class. The order of rows is DeepSpeed's."""
+"""Dataloaders that shard a dataset over data-parallel ranks, shared by `initialize(training_data=...)`,
+`engine.deepspeed_io()` and DeepSpeed's loader class. The order of rows matches DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 def share_of(
     dataset: Any, ranks: int, rank: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> DistributedSampler[Any] | None:
-    """Return the rows of one rank; None for a dataset that is iterated: it deals itself out.
+    """Return the sampler of one rank, or None for an iterable dataset, which must shard itself.
 
     Args:
-        ranks, rank: data-parallel ranks, and which of them.
-        shuffle: in an order of its own each epoch, by the seed; false: as the rows lie.
-        drop_last: leave out rows that the ranks cannot share evenly; else some come twice.
+        ranks, rank: number of data-parallel ranks, and the index of this rank.
+        shuffle: reshuffle every epoch, by the seed; False keeps the order of the dataset.
+        drop_last: drop rows that do not divide evenly among the ranks; otherwise some rows are repeated.
     """
     if isinstance(dataset, IterableDataset):
         return None
@@ -33,12 +33,12 @@ def loader_of(
     pin_memory: bool = False,
     drop_last: bool = False,
 ) -> DataLoader[Any]:
-    """Return batches of the rows that a sampler names.
+    """Return a dataloader of the rows that a sampler selects.
 
     Args:
-        batch_size: of one rank.
-        num_workers: processes that load rows; None: none.
-        drop_last: leave out a short last batch.
+        batch_size: batch size per rank.
+        num_workers: number of worker processes; None is 0.
+        drop_last: drop an incomplete last batch.
     """
     return DataLoader(
         dataset,

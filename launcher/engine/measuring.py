@@ -1,4 +1,4 @@
-"""Costs for `"partition": "profile"`: measured by rank 0, with those that share its layers, and told to all."""
+"""Costs for `"partition": "profile"`: measured by rank 0 and ranks that share its layers, then broadcast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from launcher.pipeline.sequential.measure import measure_row
 
 METHOD = "profile"
 LONG = 2048
-"""Tokens of a sequence where nobody says how many there are."""
+"""Sequence length if none is specified."""
 
 T = TypeVar("T")
 
@@ -33,11 +33,11 @@ T = TypeVar("T")
 def costs_of_blocks(
     model: nn.Module, mesh: Mesh, config: Config, seq_length: int | None
 ) -> tuple[LayerCosts, str]:
-    """Return the costs of a causal LM by `pipeline.partition`, and what was measured, in words: "" where nothing was.
-    Every rank must call it.
+    """Return the costs of a causal LM by `pipeline.partition`, and a description of the measurement ("" if
+    none). Every rank must call it.
 
     Args:
-        seq_length: tokens of a sequence; None: `LONG`, or as many as the model takes.
+        seq_length: tokens per sequence; None uses `LONG`, or the model's maximum if that is less.
     """
     config_of: Any = getattr(model, "config", None)
     text: Any = config_of.get_text_config() if config_of is not None else None
@@ -74,13 +74,14 @@ def costs_of_blocks(
 def costs_of_layers(
     row: PipelineModule, mesh: Mesh, config: Config, data: Any, collate_fn: Callable[..., Any] | None
 ) -> list[float] | None:
-    """Return the seconds of each layer of a row where its method is "profile", else None. Every rank must call it.
+    """Return the seconds of each layer of a PipelineModule if it uses "profile", else None. Every rank must
+    call it.
 
     Args:
-        data: the data set; a row of layers says nothing of what it takes, so its first rows are measured.
+        data: the data set; its first rows are used, because the inputs of the layers are not known otherwise.
 
     Raises:
-        ConfigError: there is none, or its batches are no pairs.
+        ConfigError: there is no data set, or its batches are not pairs.
     """
     if row.partition_method != METHOD:
         return None
@@ -121,8 +122,7 @@ def _way(model: nn.Module, mesh: Mesh, config: Config, *, recomputed: bool) -> M
 
 
 def _told_by_rank_0(measured: Callable[[], T], mesh: Mesh) -> T:
-    """Return what rank 0 measures, alone with the ranks that its layers are split over; the others wait and do not
-    disturb."""
+    """Return the measurement of rank 0 and the ranks that share its layers, while the other ranks wait."""
     with_rank_0 = mesh.axes["pp"].rank == 0 and mesh.dp.rank == 0
     told: Any = None
     if with_rank_0:

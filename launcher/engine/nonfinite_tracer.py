@@ -1,4 +1,4 @@
-"""The search for the first number that is not finite, made once, after a gradient that is not finite."""
+"""The search for the source of a non-finite gradient, made once per run."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ if TYPE_CHECKING:
 
 
 class NonFiniteTracer:
-    """Keeps what a step needs to be asked again, and says once what came of it.
+    """Stores the inputs needed to rerun a forward, and reports the first non-finite output once.
 
-    Nothing is looked at in a step whose gradient is finite: that it is not, its norm says, which is there anyway.
+    Steps with a finite gradient cost nothing: the others are detected by the norm, which is computed anyway.
 
     Attributes:
-        looks: it has not told anything yet.
-        inputs: of the last forward of a step, until that is over; the engine sets it.
+        looks: True until a report was made.
+        inputs: inputs of the last forward of the current step; set by the engine.
     """
 
     def __init__(self) -> None:
-        self.looks = True  # until it has told
+        self.looks = True
         self.inputs: tuple[Any, Any] | None = None
 
     def tell(self, engine: EngineCore, *, skipped: bool) -> None:
-        """Say what was not finite first: every rank runs the last microbatch again, on the weights before the step.
+        """Report the first non-finite output: every rank reruns the last microbatch with the weights before
+        the step.
 
         Every rank must call it, after the reduction and before the optimizer steps.
 
         Args:
-            skipped: the optimizer will leave this step out.
+            skipped: whether the optimizer will skip this step.
         """
         if not self.looks:
             return
@@ -77,7 +78,7 @@ class NonFiniteTracer:
 
 @contextmanager
 def _watched(module: nn.Module, found: Callable[[str], None]) -> Iterator[None]:
-    """Collect, inside, the names of modules whose output is not finite, inner ones before those around them."""
+    """Report the names of modules with non-finite outputs, submodules before their parents."""
 
     def hook(name: str) -> Callable[..., None]:
         def look(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -96,7 +97,7 @@ def _watched(module: nn.Module, found: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def _as_before(engine: EngineCore) -> Iterator[None]:
-    """Restore random numbers and buffers afterwards."""
+    """Restore the random state and the buffers on exit."""
     devices = [engine.device] if engine.device.type == "cuda" else []
     buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     with torch.random.fork_rng(devices), engine.autocasting():
@@ -106,15 +107,14 @@ def _as_before(engine: EngineCore) -> Iterator[None]:
 
 
 def finite(value: Any) -> bool:
-    """Return False for a tensor with an element that is not finite."""
+    """Return False if the value is a tensor with a non-finite element."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
         return True
     return all(bool(end.isfinite()) for end in torch.aminmax(value.detach()))
 
 
 def weights_are_finite(engine: EngineCore) -> bool:
-    """Return whether every weight that is trained is, over all ranks; one pass over the shards. Every rank must call
-    it."""
+    """Return whether the trained weights are finite on all ranks. Every rank must call it."""
     good = True
     for gradient in engine.zero.gradients:
         flat = gradient.flat

@@ -1,4 +1,4 @@
-"""The JSON's `offload_param` and `offload_optimizer` as budgets for shards, the fastest first."""
+"""Translation of `offload_param` and `offload_optimizer` to tier budgets for shards, fastest tier first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from launcher.offload.offloaded import HostBuffers
 from launcher.offload.placement import Placement, Placements, TierBudget
 from launcher.offload.tier import Tier
 
-ITEM = 4  # bytes of an element at most, where the JSON counts elements
-STATES = {"SGD": 1, "Adagrad": 1, "Lion": 1}  # of other optimizers two are expected
+ITEM = 4  # maximum bytes per element, for keys that count elements
+STATES = {"SGD": 1, "Adagrad": 1, "Lion": 1}  # states per parameter; 2 for other optimizers
 HOST = torch.device("cpu")
 
 
@@ -27,14 +27,14 @@ def open_placements(
     tier_at: Callable[[str], Tier] | None = None,
     make: MakeBuffer | None = None,
 ) -> Placements:
-    """Return where the shards of this rank rest; opens what it needs on NVMe.
+    """Return the placements of this rank's shards; opens NVMe tiers if needed.
 
     Args:
-        tier_at: what a directory is; default: a file there.
+        tier_at: opens the tier of a directory; default: a file in it.
         make: see `HostBuffers`.
 
     Raises:
-        OffloadError: the directory is missing, cannot be written, or has no direct access that works.
+        OffloadError: the directory is missing, not writable, or does not support direct I/O.
     """
     zero = config.zero_optimization
     params, optim = zero.parameters_elsewhere, zero.offload_optimizer
@@ -70,7 +70,7 @@ def _file_in(directory: str, config: Config, mesh: Mesh) -> Tier:
 
 
 class _OpenTiers(dict[str, Tier]):
-    """Tiers by directory; one that is asked for is opened."""
+    """Tiers by directory, opened on first access."""
 
     def __init__(self, tier_at: Callable[[str], Tier]) -> None:
         super().__init__()
@@ -89,9 +89,11 @@ def _rooms(
     *,
     share: float = 0.0,
 ) -> list[TierBudget]:
-    """Return the budgets of the tiers, the fastest first.
-    in_host: bytes that stay in host memory where the rest is on NVMe.
-    share: of the bytes, stays on the device.
+    """Return the budgets of the tiers, fastest first.
+
+    Args:
+        in_host: bytes that stay in host memory if the rest is on NVMe.
+        share: fraction of the bytes that stays on the device.
     """
     budgets = []
     if section.device_budget is not None:

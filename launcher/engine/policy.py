@@ -1,4 +1,4 @@
-"""The way from the JSON to a `ZeroPolicy`, and to the axes that it is carried out on: one line for each field."""
+"""Translation of the config to a `ZeroPolicy`, one line per field, and to the axes along which it shards."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ FIELDS: dict[str, Callable[[Config], Any]] = {
     "warn_of_order": lambda c: c.zero_optimization.log_trace_cache_warnings,
     "checks": lambda c: c.zero_optimization.enable_sanity_checks,
 }
-"""Field of `ZeroPolicy` -> its value. The three answers of a stage are `launcher.zero.policy.STAGES`."""
+"""Field of `ZeroPolicy` -> its value. The stage sets three more: `launcher.zero.policy.STAGES`."""
 
 
 def policy_of(config: Config, model: nn.Module) -> ZeroPolicy:
-    """Return the policy of a resolved JSON for a model, whose parameters it may give other dtypes."""
+    """Return the policy of a resolved config for a model, including the dtypes of special parameters."""
     values = {name: value(config) for name, value in FIELDS.items()}
     special = special_dtypes(config, model)
     return ZeroPolicy.of_stage(int(config.zero_optimization.stage), **values, special_dtypes=special)
 
 
 def axes_of(config: Config, mesh: Mesh) -> ShardAxes:
-    """Return the axes inside dp that the JSON's group sizes ask for. Every rank must call it."""
+    """Return the shard axes within dp for the configured group sizes. Every rank must call it."""
     zero = config.zero_optimization
     return shard_axes(
         mesh,

@@ -1,4 +1,4 @@
-"""`disable_python_gc`: Python's cyclic garbage collector off, as long as an engine wants it to be."""
+"""`disable_python_gc`: disables Python's cyclic garbage collector while an engine requires it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _was_on = False
 
 
 def hold(owner: Any) -> weakref.finalize[[], Any]:
-    """Collect once, and turn the collector off until the answer is called, or `owner` is gone.
+    """Collect once, and disable the collector until the returned object is called or `owner` is destroyed.
 
-    Several owners share one process: the collector is on again, if it was before, when the last one lets go.
+    With several owners in one process, the last release restores the collector to its previous state.
     """
     global _holders, _was_on
     if _holders == 0:
@@ -33,7 +33,7 @@ def _let_go() -> None:
 
 
 def _in_child() -> None:
-    """A forked worker of a data loader has no engine, and collects as usual."""
+    """Enable the collector in a forked dataloader worker, which has no engine."""
     global _holders
     if _holders and _was_on:
         gc.enable()

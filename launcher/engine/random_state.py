@@ -1,4 +1,4 @@
-"""The states of this rank's random numbers, as tensors for a checkpoint: torch, CUDA, Python, NumPy."""
+"""This rank's random states (torch, CUDA, Python, NumPy) as tensors for a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NO_GAUSS = float("nan")  # Python keeps a second normal number back, or none
+NO_GAUSS = float("nan")  # Python's generator may cache a second normal value
 
 
 def random_states(rank: str, device: torch.device) -> dict[str, Tensor]:
-    """Return the name -> state. Random states are of ranks, not of the model, so names end with `rank`: that on dp, and
-    the pipeline stage; the ranks of a tp group draw the same numbers."""
+    """Return name -> state. Random states belong to ranks, so names end with `rank`: the dp rank and the
+    pipeline stage. The ranks of a tp group draw the same numbers."""
     _, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     words = [*legacy["state"]["key"], legacy["state"]["pos"], legacy["has_gauss"], legacy["gauss"]]
     states = {
         f"rng/{rank}": torch.get_rng_state(),
-        # fp64 holds their whole numbers of 32 bits exactly
+        # fp64 represents their 32-bit integers exactly
         f"rng_python/{rank}": torch.tensor(
             [*numbers, NO_GAUSS if gauss is None else gauss], dtype=torch.float64
         ),
@@ -32,7 +32,7 @@ def random_states(rank: str, device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Take up what `random_states` gave; a kind that is not there is left as it is."""
+    """Restore the states from `random_states`; kinds that are missing stay unchanged."""
     for name, state in states.items():
         kind = name.partition("/")[0]
         if kind == "rng":

@@ -1,5 +1,4 @@
-"""The learning rate, and other options, of a run that resumes from a checkpoint; a message says which count if those of
-the run differ."""
+"""Learning rate and optimizer options after resuming: logs which apply if config and checkpoint differ."""
 
 from __future__ import annotations
 
@@ -20,15 +19,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("launcher")
 
 OF_A_STEP = {"betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "alpha", "rho"}
-"""Options of param groups that change a step, but for rates."""
+"""Param group options that affect a step, except learning rates."""
 
 
 def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
-    """Rank 0 tells, in one line, which learning rate counts after a load of a checkpoint with other ones in its JSON.
+    """Log on rank 0, in one line, which learning rate applies after loading a checkpoint with other rates in
+    its config.
 
     Args:
-        meta: of the checkpoint.
-        optimizer, scheduler: whether their states were loaded; they have learning rates.
+        meta: metadata of the checkpoint.
+        optimizer, scheduler: whether their states, which contain learning rates, were loaded.
     """
     if engine.global_rank or not (optimizer or scheduler):
         return
@@ -66,8 +66,8 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
 
 
 def state_at(schedule: Any, steps: int) -> dict[str, Any] | None:
-    """Return the state of a schedule after `steps` steps; None: it has more in it than a count."""
-    if isinstance(schedule, Schedule):  # DeepSpeed's repeat their first rate
+    """Return the state of a schedule after `steps` steps, or None if the state is more than a step count."""
+    if isinstance(schedule, Schedule):  # DeepSpeed schedules use their first rate twice
         return {"last_batch_iteration": steps - 1}
     others = SequentialLR | ChainedScheduler | ReduceLROnPlateau
     if isinstance(schedule, LRScheduler) and not isinstance(schedule, others):
@@ -76,8 +76,8 @@ def state_at(schedule: Any, steps: int) -> dict[str, Any] | None:
 
 
 def tell_options(engine: Engine, meta: Mapping[str, Any]) -> None:
-    """Rank 0 tells, in one line, which options of the optimizer the checkpoint changes; call it before they are taken.
-    Rates are told by `tell_rates`, which needs the JSON of the run that was saved."""
+    """Log on rank 0, in one line, which optimizer options the checkpoint changes. Call it before they are
+    loaded. `tell_rates` logs learning rates, if the checkpoint contains its config."""
     if engine.global_rank or engine.optimizer is None or meta["optimizer"] is None:
         return
     saved, told = meta["optimizer"]["param_groups"], dict[str, None]()

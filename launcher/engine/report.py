@@ -1,4 +1,4 @@
-"""Describes an engine to people: its ranks, batch and size, and how the last step went through its stages."""
+"""Human-readable descriptions of an engine: ranks, batch, size, and the last step's pipeline timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("launcher")
 
 
 def ranks(engine: Engine) -> str:
-    """Say on what the engine runs, at which stage and in which precision."""
+    """Return a description of the ranks, parallelism, ZeRO stage and precision."""
     device = engine.device.type
     backend = "nccl" if device == "cuda" else "gloo"
     through = str(engine.mesh.dp.transports or engine.mesh.axes["tp"].transports or "")
@@ -41,7 +41,7 @@ def ranks(engine: Engine) -> str:
 
 
 def batch(engine: Engine) -> str:
-    """Say what the sequences of a step are made of."""
+    """Return how the global batch size is composed."""
     micro, ranks = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size
     steps = engine.gradient_accumulation_steps()
     return (
@@ -51,19 +51,19 @@ def batch(engine: Engine) -> str:
 
 
 def announce(engine: Engine) -> None:
-    """Log on rank 0 what a script's engine runs on; recipes print it themselves."""
+    """Log ranks and batch of a script's engine on rank 0; recipes print them themselves."""
     if engine.mesh.rank == 0:
         logger.info("launcher's engine: ranks %s; batch %s", ranks(engine), batch(engine))
 
 
 def loaded(engine: Engine, path: Path, meta: Mapping[str, Any]) -> None:
-    """Say on rank 0 what a script has loaded, where another program wrote it; recipes print it themselves."""
+    """Print on rank 0 which foreign checkpoint a script has loaded; recipes print it themselves."""
     if engine.mesh.rank == 0 and not engine.quiet and "writer" in meta:
         say(f"loaded {path}: step {meta['global_steps']}, written by {meta['writer']}")
 
 
 def other_batch(engine: Engine, meta: Mapping[str, Any]) -> None:
-    """Say on rank 0 that a script goes on with another global batch; recipes keep it, or say it themselves."""
+    """Warn on rank 0 if a script resumes with another global batch size; recipes handle this themselves."""
     was, now = _batch_of(meta), engine.train_batch_size()
     if engine.mesh.rank == 0 and not engine.quiet and was not in (None, now):
         logger.warning(
@@ -75,7 +75,7 @@ def other_batch(engine: Engine, meta: Mapping[str, Any]) -> None:
 
 
 def _batch_of(meta: Mapping[str, Any]) -> int | None:
-    """Return the global batch of the run that saved a checkpoint; None: it does not say, or had several."""
+    """Return the global batch size of the saved run, or None if it is unknown or changed during the run."""
     said = (meta["config"] or {}).get("train_batch_size")
     steps, samples = meta["global_steps"], meta["global_samples"]
     if isinstance(said, int):
@@ -84,14 +84,13 @@ def _batch_of(meta: Mapping[str, Any]) -> int | None:
 
 
 def parameters(engine: Engine) -> int:
-    """Return the elements of the logical parameters of all stages. Every rank must call it."""
+    """Return the number of parameters of the whole model. Every rank must call it."""
     mine = sum(slot.logical_numel for slot in engine.zero.slots.values() if slot.holders.rank == 0)
     return int(_over_stages(engine, mine))
 
 
 def active_parameters(engine: Engine) -> float:
-    """Return the elements of the parameters that a token goes through: of experts those that are chosen. Every rank
-    must call it."""
+    """Return the number of active parameters per token: only selected experts. Every rank must call it."""
     from launcher.experts.modules import experts_in, number_of
 
     config: Any = engine.module.config
@@ -113,11 +112,11 @@ def _over_stages(engine: Engine, mine: float) -> float:
 
 
 def write_timeline(engine: Engine, path: Path | None) -> Timeline | None:
-    """Write when the actions of the last step ran on all stages, and return it; None without stages. Every rank must
-    call it.
+    """Write and return the timeline of the last step on all stages; None without stages. Every rank must call
+    it.
 
     Args:
-        path: where the record of the step goes (`pipeline/timeline/recording.py`); None: nowhere.
+        path: file for the record of the step (`pipeline/timeline/recording.py`); None writes no file.
     """
     from launcher.pipeline.timeline.recording import write
 
@@ -131,7 +130,7 @@ def write_timeline(engine: Engine, path: Path | None) -> Timeline | None:
 
 
 def last_step(engine: Engine, path: Path | None) -> dict[str, Any] | None:
-    """Return the numbers of the last step through the stages; None without stages. Every rank must call it.
+    """Return pipeline statistics of the last step; None without stages. Every rank must call it.
 
     Args:
         path: see `write_timeline`.

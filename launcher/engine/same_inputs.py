@@ -1,11 +1,12 @@
-"""The check that ranks that are one copy of the model get the same inputs: those along cp and tp.
+"""The check that the ranks of one model replica, along cp and tp, get the same inputs.
 
-Looked at in two ways, neither of which costs time:
+There are two checks, both with negligible cost:
 
-- the first forwards of training, and all of evaluation, are compared before any layer sees the inputs, by a collective
-  of two numbers each. That finds a sampler over all ranks, also where shapes differ, which the layers' own collectives
-  would not survive;
-- every step after that is compared by one number more in the collective of the gradients' norm, before weights change.
+- the first forwards of training, and all forwards of evaluation, are compared before the first layer runs, by
+  a collective of one number per rank. This detects a sampler over all ranks, even if shapes differ, which
+  would break the collectives in the layers;
+- every later step is compared by one additional number in the all-reduce of the gradient norm, before weights
+  change.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from launcher.errors import LauncherError
 
 TAG = "root/inputs"
 EMBEDDINGS = "inputs_embeds"
-FIRST = 3  # forwards of training that are compared at once
-_BITS = 31  # of a digest: sums of it over all ranks are exact in fp64
+FIRST = 3  # training forwards that are compared immediately
+_BITS = 31  # bits of a digest, so that sums over all ranks are exact in fp64
 _MASK = (1 << _BITS) - 1
 _ODD = 2_654_435_761
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CutBy(Enum):
-    """The place where sequences are cut for the ranks of cp."""
+    """The component that splits sequences for the ranks of cp."""
 
-    HOOKS = "hooks"  # of the model: every rank of cp is called with the same whole batch
-    LOADER = "loader"  # each rank gets its slice of a batch: DeepSpeed's UlyssesSPDataLoaderAdapter
-    SCRIPT = "script"  # and the model exchanges tokens by itself: DeepSpeed's DistributedAttention
+    HOOKS = "hooks"  # hooks of the model: every rank of cp is called with the same full batch
+    LOADER = "loader"  # the loader gives each rank its slice: DeepSpeed's UlyssesSPDataLoaderAdapter
+    SCRIPT = "script"  # the script; the model exchanges tokens itself: DeepSpeed's DistributedAttention
 
     def same_inputs(self, mesh: Mesh) -> Axis:
-        """Return the ranks that get the same inputs. Every rank must call it."""
+        """Return the axis of the ranks that get the same inputs. Every rank must call it."""
         return mesh.joined("cp", "tp") if self is CutBy.HOOKS else mesh.axes["tp"]
 
 
@@ -49,8 +50,8 @@ class SameInputs:
     """Compares the inputs of an engine along cp and tp.
 
     Args:
-        axis: both as one.
-        device: of this rank.
+        axis: cp and tp joined.
+        device: the device of this rank.
     """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -65,7 +66,7 @@ class SameInputs:
         return names.get(self.axis.name, "model-parallel")
 
     def follow(self, module: nn.Module) -> RemovableHandle:
-        """Look at the inputs of every forward of the whole model, whoever calls it."""
+        """Check the inputs of every forward of the model, with a hook."""
 
         def before_forward(called: nn.Module, args: Any, keywords: Any) -> None:
             self.look((args, keywords), training=called.training and torch.is_grad_enabled())
@@ -73,10 +74,11 @@ class SameInputs:
         return module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
 
     def look(self, inputs: Any, *, training: bool) -> None:
-        """Look at the inputs. Every rank of the axis calls it before the forward of `inputs`, as often as the others.
+        """Check the inputs of a forward. Every rank of the axis must call it before each forward.
 
         Raises:
-            LauncherError: on every rank of the axis: they differ, and this is one of the first forwards, or evaluates.
+            LauncherError: on every rank of the axis: the inputs differ, in one of the first forwards or in
+                evaluation.
         """
         if not self.active:
             return
@@ -89,22 +91,22 @@ class SameInputs:
             self._compare(mine, f"{kind} number {self._looked[training]}")
 
     def share(self) -> Tensor:
-        """Return fp64 [1], [0] without tp: adds up to 0 over all ranks if every tp group had the same inputs in this
-        step."""
+        """Return this rank's term, fp64 [1], or [0] if not active. The terms sum to 0 over all ranks if every
+        group had the same inputs in this step."""
         if not self.active:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
         factor = self.axis.degree - 1 if self.axis.rank == 0 else -1
         return (self._step.double() * factor).reshape(1)
 
     def judge(self, total: Tensor, step: int) -> None:
-        """Begin another step.
+        """Raise if inputs differed in this step, and reset for the next one.
 
         Args:
             total: the sum of `share` over all ranks.
-            step: the number of this one, for people.
+            step: the number of this step, for the message.
 
         Raises:
-            LauncherError: on every rank: in some group they differed.
+            LauncherError: on every rank: the inputs differed in some group.
         """
         if not self.active:
             return
@@ -125,11 +127,15 @@ class SameInputs:
 
 
 def digest(inputs: Any, device: torch.device, *, embeddings: bool = False) -> Tensor:
-    """Return int64 [], of 31 bits: of the shapes and dtypes of all tensors in a nest, and of the values of those of
-    whole numbers; of all where there are none such, for what ranks compute themselves may be rounded in other ways.
+    """Return a 31-bit digest, int64 [], of the shapes and dtypes of all tensors in a nested structure, and of
+    their values.
+
+    Only the values of integer tensors count, because ranks may round floating-point values differently. If
+    there are no integer tensors, all values count.
 
     Args:
-        embeddings: those of `inputs_embeds`, too: ranks that share a sequence would mix two.
+        embeddings: include the values of `inputs_embeds`: ranks that share a sequence would mix two
+            sequences.
     """
     named = [(path, leaf) for path, leaf in tree_leaves_with_path(inputs) if isinstance(leaf, Tensor)]
     leaves = [leaf.detach() for _, leaf in named]

@@ -1,6 +1,6 @@
-"""Saving and loading by an engine: checkpoints, and whole weights. DeepSpeed's calls.
+"""Saving and loading with DeepSpeed's methods: checkpoints, and unsharded weights.
 
-What they need is imported by the first call: many runs of an evaluation save nothing.
+The modules for this are imported on the first call, because evaluation runs often save nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ logger = logging.getLogger("launcher")
 
 
 class CheckpointMixin:
-    """The part of an Engine that touches the disk; every rank must call these."""
+    """The part of an Engine that reads and writes files. Every rank must call its methods."""
 
     global_steps: int
-    fp32_script = False  # put zero_to_fp32.py beside checkpoints, as DeepSpeed does
+    fp32_script = False  # write zero_to_fp32.py next to checkpoints, as DeepSpeed does
 
     def _engine(self) -> Engine:
         return cast("Engine", self)
@@ -38,19 +38,21 @@ class CheckpointMixin:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it. Of an
-        asynchronous schedule it has the newest weights: the delay begins anew with the load.
+        """Write a checkpoint that any number of ranks, at any stage, can load. Every rank must call it.
+
+        With an asynchronous schedule only the newest weights are saved; the delay restarts after loading.
 
         Args:
-            save_dir: the directory of checkpoints, seen by all ranks (checkpoint.use_node_local_storage: of the node).
-                Where ranks name different ones, as scripts do that make up a name on each, it is rank 0's.
-            tag: name of this one; default: global_step<N>.
-            client_state: of the caller; what JSON can hold. Rank 0's counts.
-            save_latest: make it the one that is loaded when no tag is named.
-            exclude_frozen_parameters: leave them out; loading then needs load_module_strict=False.
+            save_dir: the checkpoint directory, shared by all ranks (per node with
+                checkpoint.use_node_local_storage). If ranks pass different names, as scripts with generated
+                names do, rank 0's is used.
+            tag: name of this checkpoint; default: global_step<N>.
+            client_state: JSON-serializable state of the caller; rank 0's is saved.
+            save_latest: make this the checkpoint that is loaded without a tag.
+            exclude_frozen_parameters: do not save them; loading then requires load_module_strict=False.
 
         Raises:
-            ConfigError: save_dir names no directory.
+            ConfigError: save_dir is empty.
         """
         from launcher.checkpoint.fp32 import write_script
         from launcher.engine.state import save_state
@@ -94,23 +96,24 @@ class CheckpointMixin:
         *,
         allow_model_changes: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what `save_checkpoint` wrote, on any topology. Every rank must call it.
+        """Load a checkpoint from `save_checkpoint`, on any topology. Every rank must call it.
 
         Args:
-            load_dir, tag: which; default: the latest.
-            load_module_strict: the checkpoint must have the parameters of this model, all of them and no others.
-                False: those of the same name are loaded.
-            load_optimizer_states, load_lr_scheduler_states: false leaves those as they are.
-            load_module_only: weights, and nothing else.
-            custom_load_fn: refused: weights are in pieces while they are loaded.
-            allow_model_changes: load it though the model's config computes otherwise: head counts, rope, norms. Else
-                that is refused, for a Hugging Face model and with load_module_strict.
+            load_dir, tag: the checkpoint to load; without a tag, the latest.
+            load_module_strict: the checkpoint must have exactly the parameters of this model. False loads
+                those with matching names.
+            load_optimizer_states, load_lr_scheduler_states: False keeps the current states.
+            load_module_only: load only the weights.
+            custom_load_fn: not supported, because weights are sharded while they are loaded.
+            allow_model_changes: load the checkpoint even if the model's config changes the computation: head
+                counts, rope, norms. By default that is an error, for Hugging Face models and with
+                load_module_strict.
 
         Returns:
             (path of the checkpoint, client state); (None, {}) when the directory has no `latest`.
 
         Raises:
-            CheckpointError: on every rank: it does not fit this engine, or is corrupted.
+            CheckpointError: on every rank: the checkpoint does not fit this engine, or is corrupted.
         """
         from launcher.engine.state import load_state
 
@@ -142,16 +145,16 @@ class CheckpointMixin:
     ) -> bool:
         """Write the weights in the model's dtype, at every stage. Every rank must call it.
 
-        As HF safetensors, one unit in memory at a time, unless another name is given; experts one by one, under
-        the names of the Hub, which other programs read. DeepSpeed's default name is pytorch_model.bin, and at stage 3
-        it needs a key of the JSON.
+        By default this writes HF safetensors with one unit in memory at a time. Experts are written one by
+        one under their names on the Hub, for other programs. DeepSpeed's default name is pytorch_model.bin,
+        and at stage 3 it requires a key of the config.
 
         Args:
-            save_dir: the directory that from_pretrained will read.
-            save_filename: model.safetensors, of which large models get numbered files; or a name that does not end so,
-                such as pytorch_model.bin: a file of torch.save, all of which rank 0 holds in memory, under the names
-                of the model.
-            exclude_frozen_parameters: write those that are trained alone.
+            save_dir: the directory for from_pretrained.
+            save_filename: model.safetensors, which is split into numbered files for large models. A name
+                without this suffix, such as pytorch_model.bin, selects torch.save with the model's own names;
+                rank 0 then holds the whole model in memory.
+            exclude_frozen_parameters: write only trained parameters.
         """
         from launcher.engine.whole import export_model, export_pickle
 
@@ -173,7 +176,7 @@ class CheckpointMixin:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """Return the whole module.state_dict() on rank 0's CPU, None elsewhere. Every rank must call it."""
+        """Return the full module.state_dict() on rank 0's CPU, None elsewhere. Every rank must call it."""
         from launcher.engine.whole import whole_state_dict
 
         return whole_state_dict(self._engine(), exclude_frozen_parameters)

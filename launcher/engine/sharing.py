@@ -1,4 +1,4 @@
-"""Sequences that ranks share: what the JSON and a script say of them, and the model that is made for it."""
+"""Sequence parallelism (cp): its settings from config and script, and its application to the model."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _GETTER = "get_sequence_parallel_world_size"
 def sequences_of(
     config: Config, mpu: Any, mesh_param: tuple[int, int] | None, model: nn.Module
 ) -> tuple[Config, CutBy]:
-    """Return the configuration with the ranks that share a sequence, and who cuts it.
+    """Return the config with the sequence-parallel degree, and the component that splits the sequences.
 
     Args:
-        config: the JSON.
-        mpu: model parallelism that the script has set up, as of `initialize`.
-        mesh_param: (data-parallel ranks, ranks that share a sequence); None: as the JSON says.
+        config: the config as written.
+        mpu: model parallelism set up by the script; see `initialize`.
+        mesh_param: (data-parallel ranks, sequence-parallel ranks); None: as configured.
 
     Raises:
-        ConfigError: the JSON and the script contradict each other.
+        ConfigError: the config and the script contradict each other.
     """
     getter = getattr(mpu, _GETTER, None)
     given = int(getter()) if callable(getter) else 1
@@ -58,8 +58,8 @@ def sequences_of(
 
 
 def tile(model: nn.Module, config: Config, by: CutBy) -> list[Any]:
-    """Compute the loss and the MLPs of the model in tiles, as the JSON says; returns what takes that off again."""
-    # scripts that cut sequences read the logits of their slice
+    """Compute the loss and the MLPs of the model in tiles, as configured; return the handles that undo it."""
+    # scripts that split sequences need the logits of their slice
     shared = config.cp_degree > 1 and by is CutBy.HOOKS
     if not (config.tiled_loss or config.tiled_mlp or (config.tiled_loss is None and shared)):
         return []
@@ -77,7 +77,7 @@ def tile(model: nn.Module, config: Config, by: CutBy) -> list[Any]:
 def share_sequences(
     model: nn.Module, mesh: Mesh, config: Config, by: CutBy, mpu: Any = None
 ) -> SharedModel | None:
-    """Share the sequences of the model along cp; None where each rank has whole ones, or the script does it."""
+    """Split the sequences of the model along cp; return None without cp, or if the script splits them."""
     degree, section = mesh.axes["cp"].degree, config.context_parallel
     if degree == 1 or by is CutBy.SCRIPT:
         return None
@@ -92,7 +92,7 @@ def share_sequences(
 
 
 def verify_shared(engine: Engine, shared: SharedModel) -> None:
-    """See whether the model's loss is that of whole sequences. Every rank must call it."""
+    """Check that the loss equals the loss of unsplit sequences. Every rank must call it."""
     from launcher.sequence.verify import verify
 
     def loss_of(batch: dict[str, torch.Tensor]) -> float:
@@ -107,7 +107,7 @@ def verify_shared(engine: Engine, shared: SharedModel) -> None:
 
 
 def _is_transformers(model: nn.Module) -> bool:
-    """Return whether it, or a model inside it (PEFT), is one of transformers'; that is imported if it is."""
+    """Return whether it is or contains a transformers model (PEFT), without importing transformers."""
     return any(
         base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""The stages of a rank, and what runs them. A model that is not cut is one; `cutting.py` cuts others."""
+"""The pipeline stages of a rank, and their runtime. An uncut model is one stage; `cutting.py` cuts others."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def row_in(model: nn.Module, config: Config) -> tuple[PipelineModule | None, Config]:
-    """Return the model as a row of layers, if it is one, and the JSON with its number of stages.
+    """Return the model as a PipelineModule (None if it is not one), and the config with its stages.
 
-    An nn.Sequential is one where the JSON asks for stages; else it is a module like any other.
+    An nn.Sequential is treated as a PipelineModule only if the config requests stages.
 
     Raises:
-        ArgumentsError: the JSON and the row contradict each other, or the JSON asks for what a row cannot do.
+        ArgumentsError: config and model contradict each other, or the config requests an unsupported feature.
     """
     sequential = isinstance(model, nn.Sequential) and config.pipeline.degree > 1
     if not (sequential or getattr(model, "is_row_of_layers", False)):
@@ -45,7 +45,7 @@ def row_in(model: nn.Module, config: Config) -> tuple[PipelineModule | None, Con
 def stages_of(
     model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Config, seq_length: int | None = None
 ) -> StagedPart:
-    """Cut a Hugging Face model into stages along pp, and say how even they are; any model is one stage as it is."""
+    """Cut a Hugging Face model into stages along pp, and print their balance; without pp, one stage."""
     if mesh.axes["pp"].degree == 1:
         return WholeModel(model)
     from launcher.engine.cutting import cut_model
@@ -54,10 +54,10 @@ def stages_of(
 
 
 def recompute(model: nn.Module, staged: StagedPart, config: Config, tp: Axis) -> Checkpointer | None:
-    """Let blocks, or groups of layers of a row, keep only their inputs and be recomputed in backward.
+    """Apply activation checkpointing to blocks, or to groups of layers of a PipelineModule.
 
     Raises:
-        ConfigError: the JSON asks for groups of blocks of a Hugging Face model.
+        ConfigError: the config requests groups of blocks of a Hugging Face model.
     """
     if staged.is_whole:
         if config.activation_checkpointing is None:
@@ -71,7 +71,7 @@ def recompute(model: nn.Module, staged: StagedPart, config: Config, tp: Axis) ->
 
 
 def holders_of(staged: StagedPart, mesh: Mesh) -> dict[str, Axis]:
-    """Return the stages that hold a parameter, where there are several. Every rank must call it."""
+    """Return parameter -> its stages, for parameters on several stages. Every rank must call it."""
     shared = staged.shared
     axes = {ranks: mesh.part_of("pp", ranks) for ranks in sorted(set(shared.values()))}
     return {name: axes[ranks] for name, ranks in shared.items()}
@@ -79,7 +79,7 @@ def holders_of(staged: StagedPart, mesh: Mesh) -> dict[str, Axis]:
 
 @torch.no_grad()
 def agree(model: nn.Module, holders: Mapping[str, Axis], device: torch.device) -> None:
-    """Give parameters that several stages hold the values of the first of them."""
+    """Broadcast parameters that several stages hold from the first of these stages."""
     named = dict(model.named_parameters())
     for name, axis in sorted(holders.items()):
         parameter = named.get(name)
@@ -90,17 +90,18 @@ def agree(model: nn.Module, holders: Mapping[str, Axis], device: torch.device) -
 
 
 def runtime_of(staged: StagedPart, mesh: Mesh, config: Config) -> Runtime:
-    """Return what runs the stages of this rank; a model that is not cut has one, whatever the JSON's schedule."""
+    """Return the runtime of this rank's stages; an uncut model has one stage, regardless of the schedule."""
     section = config.pipeline
     schedule, chunks = (ONE_STAGE, 1) if staged.is_whole else (section.schedule, section.chunks_of_rank)
     return Runtime(staged, mesh.axes["pp"], schedule, chunks, mesh.device)
 
 
 def versions_of(zero: ZeroModel, staged: StagedPart, config: Config) -> Versions | None:
-    """Return what keeps older weights, where the schedule is asynchronous; says what that means.
+    """Return the store of older weights if the schedule is asynchronous, and print what that implies.
 
     Raises:
-        ConfigError: there are no stages; or a parameter is held by two, which "pipedream" updates one by one.
+        ConfigError: there is only one stage; or several stages hold a parameter, and "pipedream" updates them
+            separately.
     """
     section = config.pipeline
     if not section.asynchronous:

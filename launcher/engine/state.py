@@ -1,4 +1,4 @@
-"""The content of a run's checkpoint, by logical parameter, and the way from an engine to it and back."""
+"""The contents of a checkpoint, by logical parameter, and their conversion from and to an engine."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("launcher")
 
-# Names in a checkpoint: model/<parameter>, buffer/<buffer>, optimizer/<state>/<parameter> (shaped like the parameter),
-# scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python's), rng*/<place>
+# Names in a checkpoint: model/<parameter>, buffer/<buffer>, optimizer/<state>/<parameter> (shaped like the
+# parameter), scalar/<state>/<parameter> (0-dim: step counts), number/<state>/<parameter> (Python numbers),
+# rng*/<place>
 LogicalTensors = dict[str, Tensor | FlatSlice]
 
 
@@ -47,14 +48,14 @@ def save_state(
     exclude_frozen: bool = False,
     latest: bool = True,
 ) -> None:
-    """Write the checkpoint DIRECTORY/TAG: each rank writes its slice of everything in its stage. Collective."""
+    """Write the checkpoint DIRECTORY/TAG: each rank writes its slices of its stage. Collective."""
     with in_turn() as window:
         tensors = _all_tensors(engine, window, exclude_frozen=exclude_frozen)
         engine.saver.save(directory, tag, tensors, _meta(engine, client_state), latest)
 
 
 def keep_state(engine: Engine, client_state: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
-    """Keep the same in the memory of the nodes (`PeerMemory`), and call `then` after it. Collective."""
+    """Store the state in the memory of the nodes (`PeerMemory`), then call `then`. Collective."""
     with in_turn() as window:
         tensors = _all_tensors(engine, window)
         engine.saver.keep(engine.global_steps, tensors, _meta(engine, client_state), then)
@@ -119,14 +120,14 @@ def load_state(
 
 
 def _written(engine: Engine) -> list[ParamSlice]:
-    """Return this rank's part of the parameters. A node with storage of its own needs all that its ranks own."""
+    """Return the slices that this rank writes; with node-local storage, all that it owns."""
     return engine.zero.slices() if engine.saver.node_local else engine.zero.written_slices()
 
 
 def _flat_slice(
     engine: Engine, piece: ParamSlice, data: Tensor | OffloadedSlice, window: PrefetchWindow
 ) -> FlatSlice:
-    """Return `data` in the place of a piece of a parameter. A node with its own storage may lack the first holders."""
+    """Return `data` as a parameter slice. With node-local storage, a first holder may be on another node."""
     place, firsts_only = (piece.split, piece.start, piece.stop), not engine.saver.node_local
     if isinstance(data, OffloadedSlice) and not data.of.is_offloaded:
         data = data.load()
@@ -164,7 +165,7 @@ def _restore(engine: Engine, meta: dict[str, Any], rng: dict[str, Tensor]) -> No
 
 
 def _schedule(engine: Engine, meta: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state of the schedule, with the rates of this run's param groups; None: there is none."""
+    """Return the state of the schedule, mapped to this run's param groups; None if there is none."""
     state, optimizer = meta["scheduler"], meta["optimizer"]
     if state is None:
         return None
@@ -182,13 +183,13 @@ def _schedule(engine: Engine, meta: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _rng_to_load(engine: Engine, stored: Stored) -> dict[str, Tensor]:
-    """Return a place that was not there when saving keeps its own random state."""
+    """Return the random states to load. Ranks that did not exist when saving keep their own."""
     return {name: state for name, state in _random_states(engine).items() if name in stored}
 
 
 def _random_states(engine: Engine) -> dict[str, Tensor]:
-    """Return the random states. Ranks with other tokens draw numbers of their own, and so do pipeline stages. Those of
-    the first stage are named as where there is one."""
+    """Return the random states. They differ between ranks with different tokens, and between pipeline stages.
+    The first stage uses the same names as a run without stages."""
     stage, rank = engine.mesh.axes["pp"].rank, engine.mesh.dp_cp.rank
     place = f"{rank}/stage{stage}" if stage else str(rank)
     return random_states(place, engine.device)
@@ -207,7 +208,7 @@ def _optimizer_state(engine: Engine, window: PrefetchWindow) -> LogicalTensors:
     for name, state in engine.optimizer.state_slices().items():
         owned, piece = slices[name], written.get(name)
         for key, value in state.items():
-            if isinstance(value, bool | int | float):  # some optimizers count their steps in plain numbers
+            if isinstance(value, bool | int | float):  # some optimizers count steps in Python numbers
                 tensors[f"number/{key}/{name}"] = torch.tensor(value)
             elif value is None:
                 continue
@@ -231,7 +232,7 @@ def _optimizer_state(engine: Engine, window: PrefetchWindow) -> LogicalTensors:
 
 
 def _empty_optimizer_state(engine: Engine, stored: Stored, window: PrefetchWindow) -> LogicalTensors:
-    """State tensors for everything that the checkpoint has of the parameters this rank owns."""
+    """Return empty state tensors for all states in the checkpoint of parameters that this rank owns."""
     assert engine.optimizer is not None
     inner, slices = engine.optimizer.inner, engine.optimizer.slices
     inner.state.clear()
@@ -249,7 +250,7 @@ def _empty_optimizer_state(engine: Engine, stored: Stored, window: PrefetchWindo
             continue
         piece, tensor, dtype = slices[name], engine.optimizer.tensors[name], entry.properties.dtype
         if kind == "optimizer":
-            if dtype.is_floating_point:  # saved with another precision of the optimizer's state
+            if dtype.is_floating_point:  # may have been saved in another precision
                 dtype = engine.optimizer.dtype_of(name)
             state = engine.optimizer.start_state(name, key, dtype)
             tensors[full_name] = _flat_slice(engine, piece, state, window)
@@ -261,7 +262,7 @@ def _empty_optimizer_state(engine: Engine, stored: Stored, window: PrefetchWindo
 
 
 def _take_numbers(engine: Engine, tensors: LogicalTensors) -> None:
-    """Read back Python numbers, which travelled as tensors."""
+    """Convert the states that were stored as tensors back to Python numbers."""
     assert engine.optimizer is not None
     for full_name, value in tensors.items():
         kind, key, name = parts_of(full_name)

@@ -1,7 +1,8 @@
-"""`engine.offload_states()`: what training needs and generation does not goes to host memory, and comes back.
+"""`engine.offload_states()`: moves training states that generation does not need to host memory, and back.
 
-The memory of flat buffers is let go of under their views: nobody has to be told, and whoever touches a view in between
-gets torch's error that its data is not allocated. What rests in host memory or on NVMe anyway stays there.
+The storage of flat buffers is resized to 0 in place, so their views stay valid objects. Accessing a view
+while the states are offloaded raises torch's error about unallocated data. States already offloaded to host
+memory or NVMe stay there.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ KINDS: dict[str, Callable[[Engine], Iterable[Tensor]]] = {
 class StateOffloadMixin:
     """The part of an Engine that moves its states to host memory and back."""
 
-    # A default of the class: an Engine looks for what it lacks in its model, and every forward asks.
+    # A class attribute: without it, every forward would look the name up in the wrapped model.
     _away: Sequence[tuple[Storage, Tensor]] = ()
     _puts_away_on_cpu = False
 
@@ -72,17 +73,17 @@ class StateOffloadMixin:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states to host memory, and give the device's memory back. Where the engine is on a CPU they are there.
+        """Move states to host memory, and free the device memory. Does nothing if the engine is on the CPU.
 
         Args:
-            include: `OffloadStateTypeEnum`s or their names; default: all. Where training is in fp32 the parameters are
-                the master weights, and go with `lp_params`.
+            include: `OffloadStateTypeEnum`s or their names; default: all. In fp32 training the parameters are
+                the master weights, and belong to `lp_params`.
             device: "cpu".
-            pin_memory: the host memory is page-locked.
-            non_blocking: not needed: the copies are done when this returns.
+            pin_memory: use pinned host memory.
+            non_blocking: ignored: the copies are complete when this returns.
 
         Raises:
-            LauncherError: a name is unknown, the device is not valid, or states are away already.
+            LauncherError: a name is unknown, the device is invalid, or states are already offloaded.
         """
         engine = self._engine()
         names = [str(getattr(one, "value", one)) for one in (KINDS if include is None else include)]
@@ -108,14 +109,14 @@ class StateOffloadMixin:
             torch.cuda.empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` has moved."""
+        """Move the states offloaded by `offload_states` back to the device."""
         for storage, kept in self._away:
             storage.resize_(kept.numel())
             _bytes_of(storage).copy_(kept)
         self._away = ()
 
     def check_states_are_here(self, who: str) -> None:
-        """Raise LauncherError where states are away."""
+        """Raise LauncherError if states are offloaded."""
         if self._away:
             raise LauncherError(
                 f"{who} needs states that offload_states() has moved to host memory",
@@ -124,7 +125,7 @@ class StateOffloadMixin:
 
 
 def _put(storage: Storage, pins: bool) -> Tensor:
-    """Return the bytes of a storage in host memory; its own memory is given back."""
+    """Copy a storage to host memory, free it, and return the copy."""
     kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pins)
     kept.copy_(_bytes_of(storage))
     storage.resize_(0)

@@ -1,4 +1,4 @@
-"""Measurements that the JSON asks for while an engine trains: times, memory, FLOPs, collectives, and the monitors."""
+"""The configured measurements of a training engine: times, memory, FLOPs, collectives, and monitors."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from launcher.engine.flops import StepProfiler
     from launcher.models.activation import Checkpointer
 
-REPORT_EVERY = 10  # steps between two lines where steps_per_print is null: what was asked for is shown
+REPORT_EVERY = 10  # steps between reports if steps_per_print is null
 MEMORY_EVERY_S = 1.0
 _OFF = nullcontext()
 
 
 class Telemetry:
-    """Everything that only looks: it changes no number, and what is off costs nothing.
+    """All measurements of an engine. They never affect the results, and cost nothing when disabled.
 
     Args:
-        config: the resolved JSON.
+        config: the resolved config.
         monitor: from `open_monitor`.
-        checkpointer: of the checkpointed blocks; prints their times where the JSON asks for them.
+        checkpointer: the checkpointer of the blocks, which prints their times if configured.
 
     Attributes:
-        timers: of the phases forward, backward, reduce and step.
-        clock: the same for who watches the run from outside (`launch top`), at a microsecond a phase.
-        say: prints a line or more; called on rank 0.
+        timers: timers of the phases forward, backward, reduce and step.
+        clock: the same phases for external monitoring (`launch top`); costs about a microsecond per phase.
+        say: prints one or more lines; called on rank 0.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Telemetry:
             device=mesh.device,
         )
         self._loss: Tensor | None = None
-        self._steps = 0  # since the last line
-        self._batches: list[float] = []  # seconds of each train_batch() since its last line
+        self._steps = 0  # since the last report
+        self._batches: list[float] = []  # seconds of each train_batch() since its last report
         self._logs = bool(comms.enabled)
         if self._logs:
             start_log(operations=comms.operations, by_unit=comms.debug, verbose=comms.verbose)
@@ -79,7 +79,7 @@ class Telemetry:
     def phase(self, name: str, engine: EngineCore) -> AbstractContextManager[None]:
         """Return the context of a phase of a step: "forward" or "backward" of a microbatch, or "step"."""
         if name == "forward" and not torch.is_grad_enabled():
-            return _OFF  # of an evaluation
+            return _OFF  # evaluation
         if self.throughput.enabled and name == "forward" and engine.module.training and not engine.quiet:
             self.throughput.start()
         if self.timers.enabled or self.memory is not None or self.profiler is not None:
@@ -104,17 +104,17 @@ class Telemetry:
             self.timers.add("reduce", timing.blocked)
 
     def loss(self, loss: Tensor, share: float) -> None:
-        """Note the loss of a microbatch, and its share in the loss of the step on this rank."""
+        """Record the loss of a microbatch, with its weight in this rank's loss of the step."""
         if self.monitor.enabled:
             part = loss.detach().float() * share
             self._loss = part if self._loss is None else self._loss + part
 
     def forget(self) -> None:
-        """Forget the microbatches since the last step."""
+        """Discard the losses since the last step."""
         self._loss = None
 
     def counted(self, engine: EngineCore, samples: int) -> None:
-        """The engine has counted an optimizer step on so many sequences over all ranks: DeepSpeed's line, when due."""
+        """Record an optimizer step of `samples` sequences over all ranks; print DeepSpeed's line when due."""
         if self.throughput.enabled:
             self.throughput.stop(samples)
         if self._checkpointer is not None:
@@ -131,15 +131,15 @@ class Telemetry:
 
     @contextmanager
     def batch(self, engine: EngineCore) -> Iterator[list[Tensor]]:
-        """Wrap `engine.train_batch()`, which appends its loss: print the line of DeepSpeed's pipeline engine, when
-        due."""
+        """Wrap `engine.train_batch()`, which appends its loss; print the progress line of DeepSpeed's
+        pipeline engine when due."""
         began, losses = time.perf_counter(), list[Tensor]()
         yield losses
         every = engine.steps_per_print()
         if not every or engine.quiet or self._mesh.rank > 0:
             return
         due = engine.global_steps % every == 0
-        loss = float(losses[0]) if due else 0.0  # waits for the device
+        loss = float(losses[0]) if due else 0.0  # synchronizes with the device
         self._batches.append(time.perf_counter() - began)
         if due:
             seconds = max(sum(self._batches) / len(self._batches), 1e-9)
@@ -148,12 +148,12 @@ class Telemetry:
             say(f"steps: {engine.global_steps} loss: {loss:.4f} {speed}")
 
     def flush_on_exit(self) -> None:
-        """Print the times of checkpointed blocks that no step has printed."""
+        """Print the times of checkpointed blocks that have not been printed yet."""
         if self._checkpointer is not None and self._mesh.rank == 0:
             self._checkpointer.print_profile()
 
     def after_step(self, engine: EngineCore) -> None:
-        """An optimizer step is over, and the engine has counted it."""
+        """Update and report the measurements after an optimizer step that the engine has counted."""
         if recorder is not None:
             recorder.count(self._counters(engine))
         self._steps += 1
@@ -169,7 +169,7 @@ class Telemetry:
             self._report(engine)
 
     def _counters(self, engine: EngineCore) -> StepCounters:
-        """Return what this rank's steps took, for who watches it."""
+        """Return the time and memory of this rank's steps, for external monitoring."""
         clock, saver, total = self.clock, engine.made_saver, self.clock.end_step()
         if (now := time.monotonic()) - self._looked_at > MEMORY_EVERY_S:
             device, self._looked_at = self._mesh.device, now
@@ -188,12 +188,12 @@ class Telemetry:
         )
 
     def evaluated(self, engine: EngineCore, loss: float) -> None:
-        """An evaluation is over: its mean loss goes to the monitors, under the name of DeepSpeed's pipeline engine."""
+        """Write the mean loss of an evaluation to the monitors, named as in DeepSpeed's pipeline engine."""
         if self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", loss, engine.global_samples)])
 
     def _due(self, step: int, engine: EngineCore) -> bool:
-        """Return whether lines are printed after optimizer step `step`."""
+        """Return whether a report is printed after optimizer step `step`."""
         return step % (engine.steps_per_print() or REPORT_EVERY) == 0
 
     def _report(self, engine: EngineCore) -> None:
@@ -206,7 +206,7 @@ class Telemetry:
                 self.say(f"step {engine.global_steps}: {text}")
 
     def _events(self, engine: EngineCore) -> Iterator[MonitorEvent]:
-        """Yield what a step writes, under DeepSpeed's names. The loss is a collective of two numbers."""
+        """Yield a step's monitor events, under DeepSpeed's names. Averaging the loss takes an all-reduce."""
         values: dict[str, Any] = {"train_loss": self._mean_loss()}
         values["lr"] = engine.get_lr()[0]
         values["grad_norm"] = engine.get_global_grad_norm()
@@ -218,7 +218,7 @@ class Telemetry:
                 yield f"Train/Samples/{name}", value, engine.global_samples
 
     def _mean_loss(self) -> float | None:
-        """Return the mean over the data-parallel ranks; None when no loss came through engine.backward()."""
+        """Return the mean loss over dp, or None if no loss was passed to engine.backward()."""
         mine = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         if self._loss is not None:
             mine[0], mine[1] = self._loss, 1.0
@@ -228,7 +228,7 @@ class Telemetry:
         return total / count if count else None
 
     def close(self) -> None:
-        """End the monitors and the log of collectives."""
+        """Close the monitors and stop the log of collectives."""
         self.flush_on_exit()
         self.monitor.close()
         if self._logs:
@@ -236,7 +236,7 @@ class Telemetry:
 
 
 def _deepspeed_times(phases: dict[str, float]) -> dict[str, float]:
-    """Return the milliseconds under the names of DeepSpeed's monitor."""
+    """Return the phase times in milliseconds under DeepSpeed's names."""
     reduce, backward = phases.get("reduce", 0.0), phases.get("backward", 0.0)
     return {
         "elapsed_time_ms_forward": phases.get("forward", 0.0),
@@ -248,10 +248,10 @@ def _deepspeed_times(phases: dict[str, float]) -> dict[str, float]:
 
 
 def open_monitor(config: Config, mesh: Mesh) -> Monitor:
-    """Return the monitors of the JSON, open on rank 0; of several replicas on that of the first one.
+    """Open the configured monitors on rank 0, of the first replica if there are several.
 
     Raises:
-        ConfigError: on every rank: a package is missing, or a directory cannot be made.
+        ConfigError: on every rank: a package is missing, or a directory cannot be created.
     """
     sections = {name: getattr(config, name).to_dict() for name in OPENERS if getattr(config, name).enabled}
     if not sections:

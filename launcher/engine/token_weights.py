@@ -1,4 +1,4 @@
-"""The weights of microbatches in the loss of a step, where every token is to count the same (`loss_normalization`)."""
+"""Weights of microbatches in the loss of a step so that all tokens count equally (`loss_normalization`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ KEY = "loss_normalization"
 
 
 def learned_tokens(batch: Any) -> int:
-    """Return how many tokens of a microbatch take part in a causal LM's loss: the first label predicts nothing.
+    """Return the number of tokens of a microbatch in a causal LM's loss, which ignores the first label.
 
     Args:
-        batch: a mapping with "labels" [micro, seq], or "shift_labels" that are moved already.
+        batch: a mapping with "labels" [micro, seq], or with "shift_labels", which are already shifted.
 
     Raises:
         ConfigError: it has neither.
@@ -41,20 +41,20 @@ def learned_tokens(batch: Any) -> int:
 
 
 def token_weights(engine: EngineCore, counts: Sequence[int]) -> list[float]:
-    """Return the weight of each microbatch of this rank, for a loss that is averaged over dp afterwards: together the
-    mean over all tokens of the step. Every rank of dp must call it.
+    """Return the weight of each microbatch of this rank, such that the average over dp is the mean over all
+    tokens of the step. Every rank of dp must call it.
 
     Args:
-        counts: tokens that are learned, by microbatch; on ranks that read no data any.
+        counts: tokens in the loss, by microbatch; any values on ranks that read no data.
     """
-    # In host memory: the counts are there, and on the device the host would wait for all that is queued.
+    # In host memory, where the counts are: reading a device tensor would wait for all queued kernels.
     total = torch.tensor([float(sum(counts))], dtype=torch.float64)
     all_reduce(total, engine.mesh.dp, "root/tokens").wait()
     return [count * engine.mesh.dp.degree / max(1.0, float(total)) for count in counts]
 
 
 def check_backward(loss: Tensor) -> None:
-    """Raise ConfigError: a backward of one microbatch does not know how many tokens the others have."""
+    """Raise ConfigError: the weight depends on the token counts of the step's other microbatches."""
     raise ConfigError(
         f'{KEY} is "tokens", and engine.backward() sees one microbatch at a time: how much its loss '
         f"({float(loss.detach()):.4g}) counts depends on the tokens of all",

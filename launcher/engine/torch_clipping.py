@@ -1,7 +1,7 @@
-"""`torch.nn.utils.clip_grad_norm_()` on the parameters of an engine clips the step that follows.
+"""Redirects `torch.nn.utils.clip_grad_norm_()` on an engine's parameters to the engine.
 
-What it would find in `.grad` is one rank's share, or nothing. So it asks the engine, which computes the norm and clips
-when it steps.
+The parameters' `.grad` is only this rank's share, or None. So the engine computes the norm, and clips when it
+steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("launcher")
 
 @cache
 def follow_clipping() -> None:
-    """Have torch's functions reach the engines of this process, under every name that a module has imported them by."""
+    """Redirect torch's clipping functions to the engines, under every name that a module has for them."""
     torchs = torch.nn.utils.clip_grad_norm_
 
     @wraps(torchs)
@@ -52,7 +52,7 @@ def follow_clipping() -> None:
 
 
 def _refusing(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function `torchs` for parameters that no engine has; those of an engine are an error."""
+    """Return a wrapper of `torchs` that raises LauncherError for parameters of an engine."""
 
     @wraps(torchs)
     def refuse(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _owners(parameters: list[Tensor]) -> Iterator[tuple[EngineCore, set[ParamSlot]]]:
-    """Yield each engine that has some of these parameters, and their slots."""
+    """Yield each engine that owns some of these parameters, with their slots."""
     for engine in list(ENGINES):
         slots = {slot for slot in map(engine.zero.find_slot, parameters) if slot is not None}
         if slots:
@@ -82,7 +82,7 @@ def _owners(parameters: list[Tensor]) -> Iterator[tuple[EngineCore, set[ParamSlo
 
 
 def _replace(functions: dict[Callable[..., Any], Callable[..., Any]]) -> None:
-    """Put a function in the place of another, in all modules. One pass: they have some 100,000 names."""
+    """Replace functions in all modules. A single pass, because there are about 100,000 names."""
     by = {id(function): other for function, other in functions.items()}
     for module in list(sys.modules.values()):
         names: dict[str, Any] = getattr(module, "__dict__", {})
@@ -91,13 +91,13 @@ def _replace(functions: dict[Callable[..., Any], Callable[..., Any]]) -> None:
 
 
 def clip_step(engine: EngineCore, slots: set[ParamSlot], limit: float, norm_type: float) -> float:
-    """Clip the step that follows; returns the norm of its gradients.
+    """Clip the next step; return the norm of its gradients.
 
     Args:
-        slots: whose parameters were given.
+        slots: the slots of the given parameters.
 
     Raises:
-        LauncherError: it is another norm, or that of a part of the model.
+        LauncherError: another norm than the 2-norm was requested, or only a part of the model was given.
     """
     if norm_type != 2.0:
         raise _refusal(f"of the norm {norm_type:g}", "leave norm_type out: the engine clips by the 2-norm")

@@ -1,4 +1,4 @@
-"""The source of a model's first values: its safetensors, read by slice, or the seed."""
+"""The source of a model's initial weights: safetensors, read by slice, or the seed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from launcher.zero import ModelValues, ParamSource, StoredValues
 
 @dataclass
 class SourcedModel:
-    """A model, and what launcher.initialize() is to fill it from.
+    """A model, and the source of its weights for launcher.initialize().
 
     Args:
-        model: on meta, unless the weights had to be loaded whole.
-        source: passed on to launcher.initialize(); None: the seed.
-        how: one line for people.
+        model: on meta, unless the full weights had to be loaded.
+        source: passed to launcher.initialize(); None initializes from the seed.
+        how: a one-line description.
     """
 
     model: PreTrainedModel
@@ -33,16 +33,16 @@ class SourcedModel:
 
 
 def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool, seed: int) -> SourcedModel:
-    """Build the model of `config`, and find the weights that `name` has.
+    """Build the model of `config`, and locate the weights of `name`.
 
     Args:
-        config: of the model.
-        name: what `--model` said.
-        from_scratch: initialise from the seed whatever weights are there.
-        seed: for what is initialised.
+        config: the config of the model.
+        name: the value of `--model`.
+        from_scratch: initialise from the seed, even if there are weights.
+        seed: seed for initialised parameters.
 
     Raises:
-        CheckpointError: weights are there, but corrupted, or do not fit the config.
+        CheckpointError: the weights are corrupted, or do not fit the config.
     """
     model = build_on_meta(config)
     adopt_generation(model)
@@ -61,8 +61,7 @@ def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool
 
 
 def weights_directory(name: str) -> Path | None:
-    """Return the directory with the safetensors that `--model` names; None for a bare config or the embedded
-    default."""
+    """Return the directory with the safetensors of `--model`; None for a bare config or an embedded model."""
     path = Path(name).expanduser()
     if name in EMBEDDED or path.is_file():
         return None

@@ -1,7 +1,7 @@
-"""The whole model out of an engine, one unit gathered at a time: safetensors, or a state dict.
+"""Export of the unsharded model, as safetensors or a state dict, with one unit gathered at a time.
 
-Every rank asks for the same tensors in the same order. Those of other pipeline stages come to global rank 0 along its
-line of pp, one at a time.
+Every rank requests the same tensors in the same order. Tensors of other pipeline stages are sent to global
+rank 0 along its pp group, one at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
     """Write HF safetensors, config.json and generation_config.json, one unit in memory at a time. Collective.
 
     Raises:
-        CheckpointError: on every rank: they could not be written.
+        CheckpointError: on every rank: the files could not be written.
     """
     from launcher.checkpoint import export
 
@@ -55,11 +55,11 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
 
 
 def export_pickle(engine: Engine, path: Path, exclude_frozen: bool = False) -> None:
-    """Write the whole state dict with torch.save, config.json and generation_config.json beside it. Rank 0 holds all of
-    it in host memory. Collective.
+    """Write the full state dict with torch.save, with config.json and generation_config.json next to it. Rank
+    0 holds all of it in host memory. Collective.
 
     Raises:
-        CheckpointError: on every rank: they could not be written.
+        CheckpointError: on every rank: the files could not be written.
     """
     from launcher.checkpoint.durable import DurableFile, temporary_file
 
@@ -75,11 +75,11 @@ def export_pickle(engine: Engine, path: Path, exclude_frozen: bool = False) -> N
 
 @contextmanager
 def _failing_together(where: Path) -> Iterator[None]:
-    """Raise on all ranks what goes wrong inside on rank 0, and let none go on before rank 0 is done. Collective."""
+    """Raise errors of rank 0 on all ranks, and make all ranks wait for rank 0. Collective."""
     failure: CheckpointError | None = None
     try:
         yield
-    except Exception as error:  # whatever it is: the others wait below
+    except Exception as error:  # any error: the other ranks wait below
         failure = CheckpointError(f"The weights could not be written: {error}", where=str(where))
     said = None if failure is None else (failure.what, failure.where, failure.fix)
     if (told := gather_plain(said)[0]) is not None:
@@ -88,7 +88,7 @@ def _failing_together(where: Path) -> Iterator[None]:
 
 
 def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, Tensor] | None:
-    """Return what module.state_dict() would be without sharding, on the CPU of rank 0; None elsewhere. Collective."""
+    """Return the unsharded module.state_dict() on the CPU of rank 0, None on other ranks. Collective."""
     writer = engine.global_rank == 0
     state: dict[str, Tensor] = {}
     with _Whole(engine) as whole:
@@ -101,20 +101,20 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
 
 
 def tied_names(engine: Engine) -> dict[str, str]:
-    """Return every further name of a tied parameter -> the one that it is kept under. Collective."""
+    """Return additional name of a tied parameter -> the name that it is stored under. Collective."""
     tied = {other: slot.name for slot, names in _named(engine) for other in names if other != slot.name}
     return {other: name for stage in of_stages(engine, tied) for other, name in stage.items()}
 
 
 def _named(engine: Engine) -> Iterator[tuple[ParamSlot, tuple[str, ...]]]:
-    """Yield every parameter of this stage with all of its names, in the order of the model."""
+    """Yield every parameter of this stage with all its names, in model order."""
     prefixes = {module: f"{name}." if name else "" for name, module in engine.module.named_modules()}
     for slot in engine.zero.slots.values():
         yield slot, tuple(prefixes[module] + attribute for module, attribute in slot.owners)
 
 
 def of_stages(engine: Engine, value: T) -> list[T]:
-    """Return what the pipeline stages say, in their order; plain values. Collective."""
+    """Gather a plain value from all pipeline stages, in order. Collective."""
     pp = engine.mesh.axes["pp"]
     return gather_plain(value, pp.group) if pp.degree > 1 else [value]
 
@@ -124,9 +124,9 @@ class _Found:
     """A parameter or a persistent buffer of the model.
 
     Attributes:
-        names: all of it, in the order of the model; several where it is tied.
-        shape: of the logical tensor.
-        stage: the first one that holds it.
+        names: all its names, in model order; several if it is tied.
+        shape: the shape of the logical tensor.
+        stage: the first stage that holds it.
     """
 
     names: tuple[str, ...]
@@ -145,7 +145,7 @@ class _Found:
 
 
 class _Whole:
-    """Whole tensors, one unit gathered at a time."""
+    """Fetches unsharded tensors, with one unit gathered at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.zero, self.pp = engine, engine.zero, engine.mesh.axes["pp"]
@@ -155,7 +155,7 @@ class _Whole:
         self._unit: Unit | None = None
 
     def tensors(self, exclude_frozen: bool) -> list[_Found]:
-        """Return all of the model, in its order. Collective."""
+        """Return all tensors of the model, in model order. Collective."""
         found: dict[str, _Found] = {}
         for of_stage in of_stages(self.engine, [one.plain() for one in self._held()]):
             for one in map(_Found.of, of_stage):
@@ -171,7 +171,7 @@ class _Whole:
             yield _Found((name,), buffer.dtype, buffer.shape, False, self.pp.rank)
 
     def fetch(self, found: _Found) -> Tensor | None:
-        """Return the whole tensor on global rank 0; elsewhere it, or None. Collective."""
+        """Return the unsharded tensor on global rank 0; other ranks get it or None. Collective."""
         mine = found.stage == self.pp.rank
         value = self._own(found.names[0]) if mine else None
         along_pp = all(axis.rank == 0 for name, axis in self.engine.mesh.axes.items() if name != "pp")
@@ -185,7 +185,7 @@ class _Whole:
         return value
 
     def _own(self, name: str) -> Tensor:
-        """Return what this stage has. Collective in it."""
+        """Return a tensor of this stage. Collective within the stage."""
         if name in self._buffers:
             return self._buffers[name]
         slot = self.zero.slots[name]

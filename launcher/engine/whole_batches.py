@@ -1,4 +1,4 @@
-"""train_batch() and eval_batch(), and where they get their microbatches: DeepSpeed's names for a model in stages."""
+"""train_batch() and eval_batch(), and the source of their microbatches, as in DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launcher.pipeline.executor.batches import LazySequence
 
 
 class WholeBatches(EngineCore):
-    """An engine that runs whole batches, with or without stages. Only ranks of the first stage read data."""
+    """An engine that runs full batches, with or without stages. Only ranks of the first stage read data."""
 
     training_dataloader: Any
     _data: Iterator[Any] | None = None
@@ -27,7 +27,8 @@ class WholeBatches(EngineCore):
         """Run gradient_accumulation_steps microbatches and one step.
 
         Returns:
-            The mean loss over them and over dp, fp32 []; with loss_normalization "tokens" that over all tokens.
+            The mean loss over microbatches and dp, fp32 []; with loss_normalization "tokens", the mean over
+            all tokens.
         """
         self.train()
         number = self.gradient_accumulation_steps()
@@ -48,17 +49,17 @@ class WholeBatches(EngineCore):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Compute the mean loss over gradient_accumulation_steps microbatches and over dp, without gradients. Monitors
-        get it.
+        """Compute the mean loss over gradient_accumulation_steps microbatches and dp, without gradients. The
+        loss is written to the monitors.
 
         Args:
-            data_iter: read on the ranks of the first stage.
-            return_logits: return (loss, outputs of the last microbatch); the outputs are on the last stage, None
-                elsewhere.
-            compute_loss: False: the outputs take the place of the losses; labels are not looked at.
-            reduce_output: "avg", or None for a list of all microbatches.
-            bcast_loss: False: stages before the last one get None.
-            num_micro_batches: another number of them.
+            data_iter: read only on ranks of the first stage.
+            return_logits: return (loss, outputs of the last microbatch); the outputs are None except on the
+                last stage.
+            compute_loss: False returns the outputs instead of losses, and ignores labels.
+            reduce_output: "avg", or None for a list with one value per microbatch.
+            bcast_loss: False returns None on all stages but the last.
+            num_micro_batches: overrides the number of microbatches.
         """
         training = self.training
         self.eval()
@@ -75,7 +76,7 @@ class WholeBatches(EngineCore):
         losses = list(found.float())
         if compute_loss and reduce_output == "avg" and self.counts_tokens:
             losses = [executor.weighted(found, weights).float()]
-        if compute_loss and self.telemetry.monitor.enabled:  # the same on all ranks
+        if compute_loss and self.telemetry.monitor.enabled:  # the condition is the same on all ranks
             self.telemetry.evaluated(self, float(self._reduced(losses, "avg")))
         told = self.is_last_stage() or (compute_loss and bcast_loss)
         value = self._reduced(losses if compute_loss else outputs or [], reduce_output) if told else None
@@ -86,7 +87,7 @@ class WholeBatches(EngineCore):
         return self._config.loss_normalization == "tokens"
 
     def _weights(self, batches: Sequence[Any], number: int) -> list[float]:
-        """Return the weights of microbatches in the loss of a step; those by tokens read all of them first."""
+        """Return the weights of a step's microbatches. To count tokens, all microbatches are read first."""
         if not self.counts_tokens:
             return [1 / number] * number
         from launcher.engine.token_weights import learned_tokens, token_weights
@@ -97,7 +98,7 @@ class WholeBatches(EngineCore):
         return token_weights(self, [learned_tokens(batch) for batch in cut])
 
     def _reduced(self, values: Sequence[Any], how: str | None) -> Any:
-        """Return what the microbatches gave: the mean of it, over dp as well; or all of it."""
+        """Return the mean of the values over microbatches and dp, or the list of all values."""
         if how is None:
             return list(values)
         if how != "avg":
@@ -107,52 +108,52 @@ class WholeBatches(EngineCore):
         return self._mean_over_dp(torch.stack(list(values)).float().mean(0)) if values else None
 
     def _mean_over_dp(self, value: Tensor) -> Tensor:
-        """Average a tensor over the data-parallel ranks. A collective."""
+        """Average a tensor over the data-parallel ranks. Collective."""
         all_reduce(value, self.mesh.dp, "root/loss").wait()
         return value / self.mesh.dp.degree
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Let train_batch() read this when it gets no iterator of its own."""
+        """Set the iterator that train_batch() reads if it is called without one."""
         self._data = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """Let train_batch() read this loader, again and again."""
+        """Set the dataloader that train_batch() reads, epoch after epoch."""
         self.training_dataloader, self._data = loader, None
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Turn what is read into a batch by `fn`: (inputs, labels) for a row of layers."""
+        """Set a function that converts what is read into a batch: (inputs, labels) for a PipelineModule."""
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
         """Do nothing: shapes may differ from microbatch to microbatch."""
 
     def is_first_stage(self) -> bool:
-        """Return whether this rank has the embeddings, and reads data."""
+        """Return whether this rank is on the first stage, which has the embeddings and reads data."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank has the head, and computes the loss."""
+        """Return whether this rank is on the last stage, which has the head and computes the loss."""
         return self.runtime.staged.rank_of[-1] == self.stage_id
 
     @property
     def stage_id(self) -> int:
-        """Return this rank's stage."""
+        """Return the index of this rank's stage."""
         return self.mesh.axes["pp"].rank
 
     @property
     def num_stages(self) -> int:
-        """Return the stages that the model is cut into."""
+        """Return the number of pipeline stages."""
         return self.mesh.axes["pp"].degree
 
     def _read(self, data: Iterator[Any] | None) -> Any:
-        """Return the next microbatch of `data`, or of what the engine has."""
+        """Return the next microbatch of `data`, or of the engine's own data."""
         batch = next(data if data is not None else self._own_data())
         batch = batch if self._batch_fn is None else self._batch_fn(batch)
-        # collators of Hugging Face give mappings that are no dicts
+        # Hugging Face collators return mappings that are not dicts
         return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
     def _pulled(self, data: Iterator[Any] | None, number: int) -> Sequence[Any]:
-        """Return the next microbatches, each read when it is needed; nothing on ranks that read no data."""
+        """Return the next microbatches as a lazy sequence, empty on ranks that read no data."""
         return LazySequence(number if self.is_first_stage() else 0, lambda _: self._read(data))
 
     def _own_data(self) -> Iterator[Any]:

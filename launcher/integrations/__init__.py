@@ -1,1 +1,1 @@
-"""Programs of others on our engine: what imports `deepspeed` gets this package."""
+"""Runs third-party programs on this engine: `import deepspeed` resolves to this package."""

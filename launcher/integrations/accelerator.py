@@ -1,7 +1,7 @@
-"""`deepspeed.accelerator`: the device of this rank, by DeepSpeed's questions. A CPU answers what has a meaning there.
+"""`deepspeed.accelerator`: DeepSpeed's accelerator API for the device of this rank, a CUDA GPU or the CPU.
 
-What it counts on a CPU is memory of this process. A stream or an event of a CPU does nothing: work is done when a
-call returns.
+On a CPU, memory figures are those of this process, and streams have no effect because every call is
+synchronous.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TENSORS = {
 
 
 class HostStream:
-    """A stream of a device that has none: what is started is done."""
+    """A no-op stream for a device without streams: work is complete when the call returns."""
 
     def synchronize(self) -> None:
         pass
@@ -63,7 +63,7 @@ class HostStream:
 
 
 class HostEvent:
-    """A moment of a device without streams, by the clock of the host."""
+    """An event on a device without streams, timed with the host clock."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -83,18 +83,18 @@ class HostEvent:
         return True
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Return the milliseconds between two moments that were recorded."""
+        """Return the milliseconds between two recorded events."""
         if self._at is None or end._at is None:
             raise RuntimeError("an event was not recorded; call record() on both")
         return (end._at - self._at) * 1e3
 
 
 def _nothing(*given: Any, **more: Any) -> None:
-    """Do nothing: a CPU needs nothing here."""
+    """Do nothing: a CPU does not need this call."""
 
 
 def _ranks_here() -> int:
-    """Return the ranks of this machine: scripts assert that there are not more of them than devices."""
+    """Return the number of ranks on this node: scripts assert that it does not exceed the device count."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
@@ -117,7 +117,7 @@ ANSWERS: Mapping[str, Any] = {
     "supports_nvtx_domain": False,
     "visible_devices_envs": ["CUDA_VISIBLE_DEVICES"],
 }
-"""Question -> the answer, of every device."""
+"""Function name -> the constant that it returns on every device."""
 
 ON_CPU: Mapping[str, Any] = {
     "Event": HostEvent,
@@ -144,15 +144,15 @@ ON_CPU: Mapping[str, Any] = {
     "memory_reserved": _used,
     "reset_max_memory_allocated": _nothing,
     "reset_max_memory_cached": _nothing,
-    "reset_peak_memory_stats": _nothing,  # the system counts the peak of the process, and it stays
+    "reset_peak_memory_stats": _nothing,  # the OS tracks the peak of the process and cannot reset it
     "set_device": _nothing,
     "stream": lambda stream: nullcontext(),
     "synchronize": _nothing,
 }
-"""Function -> what it is for a CPU; on a GPU it is that of torch.cuda, with the name that `IN_TORCH` says."""
+"""Name -> its CPU implementation. A GPU uses the torch.cuda attribute, whose name `IN_TORCH` may override."""
 
 KINDS = ("Event", "Stream")
-"""Those that are classes."""
+"""The names that are classes."""
 
 IN_TORCH: Mapping[str, str] = {
     "capture_to_graph": "graph",
@@ -166,7 +166,7 @@ IN_TORCH: Mapping[str, str] = {
 
 
 class Accelerator:
-    """The device of this rank. What is not a method is in the tables above."""
+    """The accelerator of this rank. Names without a method are looked up in the tables above."""
 
     @property
     def _name(self) -> str:
@@ -176,7 +176,7 @@ class Accelerator:
     def _communication_backend_name(self) -> str:
         return self.communication_backend_name()
 
-    # ---- which device ---------------------------------------------------------------------------
+    # ---- device ---------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | str | None = None) -> str:
         kind = _kind()
@@ -198,7 +198,7 @@ class Accelerator:
             return int(torch.cuda.mem_get_info(device_index)[0])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
-    # ---- what it can do -------------------------------------------------------------------------
+    # ---- capabilities ---------------------------------------------------------------------------
 
     def supported_dtypes(self) -> list[torch.dtype]:
         dtypes = [torch.float32, torch.float16, torch.bfloat16]
@@ -220,21 +220,21 @@ class Accelerator:
         return ["NCCL", "LD_LIBRARY", "PATH"] if _kind() == CUDA else []
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
-        """Return the class of that name; None where what it builds is not available."""
+        """Return the builder class of that name, or None if its operator is not available."""
         from launcher.integrations.builders import BUILDERS
 
         kind = BUILDERS.get(class_name)
         return kind if kind is not None and kind().is_compatible() else None
 
     def create_op_builder(self, class_name: str) -> OpBuilder | None:
-        """Return a builder of that name."""
+        """Return a builder of that name, or None if its operator is not available."""
         kind = self.get_op_builder(class_name)
         return None if kind is None else kind()
 
     # ---- random numbers -------------------------------------------------------------------------
 
     def random(self) -> ModuleType:
-        """Return the module of torch that has the generators of this device."""
+        """Return the torch module with the random generators of this device."""
         return torch.cuda.random if _kind() == CUDA else torch.random
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
@@ -259,7 +259,7 @@ class Accelerator:
         """Run a captured graph again.
 
         Raises:
-            NotHere: on a CPU: nothing was captured, and saying nothing would leave the work out.
+            NotHere: on a CPU. Nothing was captured there, so a silent no-op would skip the work.
         """
         if _kind() != CUDA:
             raise NotHere(
@@ -278,7 +278,7 @@ class Accelerator:
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": most}
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1, **others: Any) -> Tensor:
-        """Return the tensor in page-locked memory; as it is where there is no GPU to copy to."""
+        """Return the tensor in pinned memory, or unchanged if there is no GPU."""
         return tensor.pin_memory() if _kind() == CUDA else tensor
 
     def pin_empty(self, *size: Any, **others: Any) -> Tensor:
@@ -292,12 +292,12 @@ class Accelerator:
         return tensor.is_pinned() if _kind() == CUDA else False
 
     def unpin_memory(self, tensor: Tensor) -> None:
-        """Do nothing: page-locked memory of torch's goes with its tensor."""
+        """Do nothing: torch frees pinned memory together with its tensor."""
 
     # ---- profiles -------------------------------------------------------------------------------
 
     def range_push(self, msg: str, **others: Any) -> None:
-        """Begin a range; on a CPU a profile has the ranges of torch.profiler only."""
+        """Begin an NVTX range; does nothing on a CPU, where only torch.profiler ranges are recorded."""
         if _kind() == CUDA:
             torch.cuda.nvtx.range_push(msg)
 
@@ -321,15 +321,15 @@ _ACCELERATOR = Accelerator()
 
 
 def get_accelerator() -> Accelerator:
-    """Return the device of this rank."""
+    """Return the accelerator of this rank."""
     return _ACCELERATOR
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Refuse another accelerator.
+    """Reject any accelerator other than the built-in one.
 
     Raises:
-        NotHere: it is not ours.
+        NotHere: `accel_obj` is not the built-in accelerator.
     """
     if accel_obj is not _ACCELERATOR:
         what, how = missing("accelerator.set_accelerator", "set_accelerator() with an object of yours")
@@ -346,7 +346,7 @@ def _on_cuda(name: str) -> Any:
 
 
 def _call(function: Callable[..., Any], *given: Any, device_index: int | None = None, **more: Any) -> Any:
-    """Call torch.cuda, which names the index `device`."""
+    """Call a torch.cuda function; the index is positional because torch.cuda names it `device`."""
     return function(*given, **more) if device_index is None else function(device_index, **more)
 
 

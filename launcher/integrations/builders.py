@@ -1,7 +1,7 @@
-"""`deepspeed.ops.op_builder`: what compiles DeepSpeed's operators there. Here nothing is compiled.
+"""`deepspeed.ops.op_builder`: the builder classes of DeepSpeed's native operators. Nothing is compiled.
 
-Where an operator has a counterpart in this engine its builder is compatible, and loading it costs nothing: torch and
-launcher do its work. The other builders are what they are on a machine that cannot compile them.
+If this engine has a counterpart of an operator, its builder is compatible and loading it costs nothing: torch
+and launcher do the work. All other builders behave as on a machine that cannot compile them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from launcher.integrations.refused import NotHere, missing
 
 COUNTERPARTS = ("async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion")
-"""Operators whose work is done here in another way."""
+"""Operators that this engine replaces with its own implementation."""
 
 NAMES: Mapping[str, str] = {
     "AsyncIOBuilder": "async_io",
@@ -44,16 +44,16 @@ NAMES: Mapping[str, str] = {
     "TransformerBuilder": "transformer",
     "UtilsBuilder": "utils",
 }
-"""Class -> operator."""
+"""Builder class -> operator."""
 
 COMPATIBLE_OPS = {name: name in COUNTERPARTS for name in NAMES.values()}
 
 
 class OpBuilder:
-    """A builder of an operator.
+    """Builder of one operator.
 
     Args:
-        name: of the operator; default: that of the class.
+        name: operator name; default: `NAME` of the class.
     """
 
     NAME: ClassVar[str] = ""
@@ -65,14 +65,14 @@ class OpBuilder:
         return f"deepspeed.ops.{self.name}"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether what the operator does is done here."""
+        """Return whether this engine has a counterpart of the operator."""
         return self.name in COUNTERPARTS
 
     def load(self, verbose: bool = True) -> Operators:
-        """Return the operator; nothing has to be compiled.
+        """Return the operator, without compiling anything.
 
         Raises:
-            NotHere: what the operator does is not done here.
+            NotHere: this engine has no counterpart of the operator.
         """
         if not self.is_compatible():
             raise _refusal(f"the operator {self.name}")
@@ -82,12 +82,12 @@ class OpBuilder:
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
-        """Return whether this is torch for AMD's devices."""
+        """Return whether this torch is a ROCm build."""
         return torch.version.hip is not None
 
     @classmethod
     def installed_rocm_version(cls) -> tuple[int, int]:
-        """Return (0, 0) without ROCm."""
+        """Return (major, minor), or (0, 0) without ROCm."""
         if not cls.is_rocm_pytorch():
             return 0, 0
         major, minor = str(torch.version.hip).split(".")[:2]
@@ -95,10 +95,10 @@ class OpBuilder:
 
 
 class Operators:
-    """The operators of a builder: the engine works without DeepSpeed's functions, so asking for one is an error.
+    """The operators of a builder. The engine does not use DeepSpeed's functions: accessing one is an error.
 
     Args:
-        name: of the builder.
+        name: operator name.
     """
 
     def __init__(self, name: str) -> None:

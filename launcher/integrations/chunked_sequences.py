@@ -1,8 +1,7 @@
-"""Long sequences in chunks, as Megatron-DeepSpeed asks for them: `FPDT_Attention`, `FPDT_FFN`, `FPDT_LogitsLoss` and
-`FPDT_InputConstruct` of `deepspeed.sequence.fpdt_layer`.
+"""`deepspeed.sequence.fpdt_layer`: chunked computation over long sequences, as used by Megatron-DeepSpeed.
 
-Tensors are [sequence, batch, ...]. A chunk's forward runs again in its backward. Source: Yao et al. 2024,
-arXiv:2408.16978.
+`FPDT_Attention`, `FPDT_FFN`, `FPDT_LogitsLoss` and `FPDT_InputConstruct`. Tensors are [sequence, batch, ...].
+The forward of an MLP or loss chunk is recomputed in its backward. Source: Yao et al. 2024, arXiv:2408.16978.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from launcher.tensor.functions import gather_along
 
 
 class FPDT_Attention(torch.nn.Module):
-    """Causal attention of this rank's pieces to those of all ranks, with the linear layers before and after it.
+    """Causal attention over a sequence sharded across ranks, including the QKV and output projections.
 
     Args:
-        config: its `kv_channels` are the width of a head; of it, too, are `num_attention_heads`, `num_key_value_heads`
-            and `attention_dropout`.
-        first_weight, first_bias: of queries, keys and values, one after the other.
-        second_weight, second_bias: of what comes out.
-        sequence_process_group: ranks that share the sequence; each computes some heads.
-        gather_idx, scatter_idx, enable_offloading: not needed: keys and values stay on the device.
-        return_bias: the second bias is returned, and not added.
-        chunk_size: tokens of a chunk, over all ranks.
+        config: provides `kv_channels` (the head width), `num_attention_heads`, `num_key_value_heads` and
+            `attention_dropout`.
+        first_weight, first_bias: of the projection to queries, keys and values, concatenated in this order.
+        second_weight, second_bias: of the output projection.
+        sequence_process_group: ranks that share the sequence; each computes a subset of the heads.
+        gather_idx, scatter_idx, enable_offloading: unused; keys and values stay on the device.
+        return_bias: return the second bias instead of adding it.
+        chunk_size: tokens per chunk, over all ranks.
     """
 
     def __init__(
@@ -76,13 +75,13 @@ class FPDT_Attention(torch.nn.Module):
         rotary_pos_emb: tuple[Tensor, Tensor] | None,
         cpu_offloading: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output, [sequence of this rank, batch, hidden], and the second bias where it is not added.
+        """Return the output, [sequence of this rank, batch, hidden], and the second bias if it was not added.
 
         Args:
-            layernorm_output: [sequence of this rank, batch, hidden]; a piece of every chunk, as dealt out by
-                `FPDT_InputConstruct`.
-            attention_mask: None; every token sees those before it.
-            inference_params, cpu_offloading: not needed.
+            layernorm_output: [sequence of this rank, batch, hidden]; contains a piece of every chunk, as
+                partitioned by `FPDT_InputConstruct`.
+            attention_mask: must be None; attention is causal.
+            inference_params, cpu_offloading: unused.
             rotary_pos_emb: (cos, sin) of all tokens, each [sequence of all ranks, 1, 1, width].
         """
         x, ranks = layernorm_output, dist.get_world_size(self.spg)
@@ -91,7 +90,7 @@ class FPDT_Attention(torch.nn.Module):
             what = f"{x.shape[0]} tokens on each of {ranks} ranks in chunks of {self.chunk_size}, or a mask,"
             raise _uneven(f"{what} are not supported", "FPDT_Attention")
         split = functional.linear(x, self.qkv_linear_weight, self.qkv_linear_bias).split(self.widths, dim=-1)
-        # What the ranks have of a chunk, one after the other, is the chunk: so all tokens come in their order.
+        # A chunk is its ranks' pieces in rank order, so gathering chunk by chunk keeps the token order.
         query, key, value = (
             torch.cat(
                 [self._exchanged(piece, 2, 1) for piece in one.transpose(0, 1).chunk(chunks, dim=1)], dim=1
@@ -116,7 +115,7 @@ class FPDT_Attention(torch.nn.Module):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x with its first elements rotated, as many as cos has.
+    """Return x with rotary embeddings applied to its first `rotated` elements.
 
     Args:
         x: [batch, sequence, heads, width].
@@ -128,19 +127,19 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class FPDT_FFN:
-    """Two linear layers with gelu between them, in chunks of the sequence."""
+    """Two linear layers with a GELU in between, computed in chunks of the sequence."""
 
     @staticmethod
     def apply(
         x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add_bias: bool, chunk_size: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the second bias where it is not added.
+        """Return the output, and the second bias if it was not added.
 
         Args:
             x: [sequence, batch, hidden].
-            w1, b1, w2, b2: of the layers, [out, in] and [out].
-            add_bias: the output has the second bias.
-            chunk_size: tokens of a chunk; it divides the sequence.
+            w1, b1, w2, b2: weights [out, in] and biases [out] of the two layers.
+            add_bias: add the second bias to the output.
+            chunk_size: tokens per chunk; must divide the sequence length.
         """
         if chunk_size < 1 or x.shape[0] % chunk_size:
             raise _uneven(
@@ -158,7 +157,7 @@ def _feed_forward(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 class FPDT_LogitsLoss:
-    """Logits and their cross entropy, in chunks of the sequence."""
+    """Logits and their cross-entropy, computed in chunks of the sequence."""
 
     @staticmethod
     def apply(
@@ -170,15 +169,15 @@ class FPDT_LogitsLoss:
         spg: dist.ProcessGroup | None,
         num_chunk: int,
     ) -> Tensor:
-        """Return the losses of all tokens of all ranks, [sequence of all, batch], fp32.
+        """Return the per-token losses of all ranks, [sequence of all ranks, batch], fp32.
 
         Args:
             lm_output: [sequence of this rank, batch, hidden].
             labels: [batch, sequence of this rank].
             logit_weights: [vocabulary, hidden].
-            rank, spg_size: of the group.
+            rank, spg_size: rank in the group, and the size of the group.
             spg: ranks that share the sequence.
-            num_chunk: number of chunks; it divides the sequence of this rank.
+            num_chunk: number of chunks; must divide the sequence length of this rank.
         """
         tokens = lm_output.shape[0]
         if num_chunk < 1 or tokens % num_chunk:
@@ -199,14 +198,14 @@ def _token_losses(x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
 
 
 class FPDT_InputConstruct(torch.nn.Module):
-    """Deal the tokens of a batch out: each rank has a piece of every chunk.
+    """Partitions the tokens of a batch: each rank gets a piece of every chunk.
 
     Args:
         tokens: [batch, sequence of all ranks].
-        labels, loss_mask, position_ids: the same, or None.
-        attention_mask: stays as it is.
-        args: its `ds_sequence_parallel_fpdt_chunk_size` is the tokens of a chunk, over all ranks.
-        sp_size, sp_rank: of the ranks that share the sequence.
+        labels, loss_mask, position_ids: same shape as `tokens`, or None.
+        attention_mask: passed through unchanged.
+        args: provides `ds_sequence_parallel_fpdt_chunk_size`, the tokens per chunk over all ranks.
+        sp_size, sp_rank: number of ranks that share the sequence, and the index of this rank.
     """
 
     def __init__(
@@ -232,8 +231,8 @@ class FPDT_InputConstruct(torch.nn.Module):
         self.order = pieces.transpose(0, 1)  # [ranks, chunks, tokens of a piece]
 
     def generate(self) -> tuple[Tensor, Tensor | None, Tensor | None, Any, Tensor | None]:
-        """Return this rank's tokens and labels, the loss mask of all ranks in their order, the attention mask, and this
-        rank's position ids."""
+        """Return this rank's tokens and labels, the loss mask of all ranks in rank order, the attention mask,
+        and this rank's position ids."""
         of_all, mine = self.order.flatten(), self.order[self.sp_rank].flatten()
         tokens, labels, positions = (
             None if one is None else one[:, mine] for one in (self.tokens, self.labels, self.position_ids)
@@ -244,9 +243,9 @@ class FPDT_InputConstruct(torch.nn.Module):
 
 
 def _again(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Run a function that draws no random numbers, and run it again in the backward.
+    """Run a function that draws no random numbers, and recompute it in the backward.
 
-    Weights come in fp32: what the chunks add to their gradients is summed in fp32 and rounded once.
+    Weights are passed in fp32: their gradients are accumulated over the chunks in fp32 and rounded once.
     """
     made: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return made

@@ -1,7 +1,7 @@
-"""`deepspeed.comm`: torch.distributed under DeepSpeed's names and with its extra arguments, and the few functions more.
+"""`deepspeed.comm`: torch.distributed with DeepSpeed's names and extra arguments, plus a few more functions.
 
-The arguments `prof`, `log_name` and `debug` belong to DeepSpeed's log of calls; here the section comms_logger logs what
-the engine sends, and they are taken and not used.
+The arguments `prof`, `log_name` and `debug` of DeepSpeed's call log are accepted and ignored. The
+`comms_logger` section enables logging of the engine's communication instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["init_distributed", "is_initialized", "log_summary"]
 
 
 def _quiet(function: F) -> F:
-    """Return the function, which also takes the arguments of DeepSpeed's log."""
+    """Return a wrapper of the function that accepts and drops DeepSpeed's logging arguments."""
 
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
@@ -51,7 +51,7 @@ batch_isend_irecv = _quiet(dist.batch_isend_irecv)
 def allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **log: Any
 ) -> Any:
-    """Gather the tensors of all ranks into one."""
+    """All-gather the tensors of all ranks into one."""
     return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
@@ -63,21 +63,21 @@ def reduce_scatter_fn(
     async_op: bool = False,
     **log: Any,
 ) -> Any:
-    """Reduce the tensors of all ranks; each has its part of the result."""
+    """Reduce-scatter a tensor: each rank gets its part of the reduced result."""
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
 def barrier(
     group: Any = None, async_op: bool = False, device_ids: list[int] | None = None, **log: Any
 ) -> Any:
-    """Wait until every rank of the group is here."""
+    """Wait until every rank of the group reaches the barrier; a no-op without a process group."""
     return dist.barrier(group, async_op, device_ids) if dist.is_initialized() else None
 
 
 def monitored_barrier(
     group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **log: Any
 ) -> None:
-    """Run a barrier that names the ranks that do not come. On a group without gloo it is a plain one, as in
+    """Run a barrier that reports the ranks that do not arrive. On an NCCL group it is a plain barrier, as in
     DeepSpeed."""
     if dist.get_backend(group) == dist.Backend.NCCL:
         dist.barrier(group)
@@ -86,7 +86,7 @@ def monitored_barrier(
 
 
 def inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
-    """Run all_reduce in place; DeepSpeed has shared memory for this one."""
+    """All-reduce a tensor in place. DeepSpeed uses shared memory for this call."""
     return dist.all_reduce(tensor, op, group)
 
 
@@ -97,7 +97,7 @@ def all_reduce_coalesced(
     async_op: bool = False,
     **log: Any,
 ) -> Any:
-    """Run all_reduce of every tensor, in place."""
+    """All-reduce every tensor in place."""
     return _Works([dist.all_reduce(tensor, op, group, async_op=True) for tensor in tensors]).given(async_op)
 
 
@@ -107,7 +107,7 @@ def all_gather_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Run all_gather_into_tensor of every pair."""
+    """Run all_gather_into_tensor for every pair of tensors."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     return _Works([dist.all_gather_into_tensor(out, one, group, async_op=True) for out, one in pairs]).given(
         async_op
@@ -115,13 +115,13 @@ def all_gather_coalesced(
 
 
 class _Works:
-    """Several collectives that are waited for together."""
+    """Several collectives with a single wait()."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
 
     def given(self, async_op: bool) -> _Works | None:
-        """Return the work for the caller to wait for, or None where this waits."""
+        """Return this object if `async_op`; otherwise wait and return None."""
         if async_op:
             return self
         self.wait()
@@ -135,7 +135,7 @@ class _Works:
         return all(work.is_completed() for work in self._works)
 
 
-# ---- who there is --------------------------------------------------------------------------------
+# ---- ranks and groups ----------------------------------------------------------------------------
 
 
 def is_available() -> bool:
@@ -143,7 +143,7 @@ def is_available() -> bool:
 
 
 def new_group(ranks: Sequence[int], *others: Any, **keywords: Any) -> Any:
-    """Return a new process group; every rank of the run must call it."""
+    """Create a process group; every rank must call this."""
     return dist.new_group(list(ranks), *others, **keywords)
 
 
@@ -152,17 +152,17 @@ def get_world_group() -> Any:
 
 
 def get_rank(group: Any = None) -> int:
-    """Return the rank of this process in the group; from the environment before there are groups."""
+    """Return the rank of this process in the group; before initialization, RANK from the environment."""
     return dist.get_rank(group) if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def get_world_size(group: Any = None) -> int:
-    """Return the ranks of the group; from the environment before there are groups."""
+    """Return the size of the group; before initialization, WORLD_SIZE from the environment."""
     return dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def get_local_rank() -> int:
-    """Return the rank of this process on its machine."""
+    """Return the rank of this process on its node."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -178,17 +178,17 @@ def get_world_size_from_launcher() -> int:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Return the rank among all of one of a group."""
+    """Return the global rank of a rank in the group."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Return the ranks among all of a group."""
+    """Return the global ranks of the group."""
     return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """Return torch's device mesh over all ranks."""
+    """Return a torch device mesh over all ranks."""
     return init_device_mesh(pick_device().type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
@@ -196,12 +196,11 @@ def destroy_process_group(group: Any = None) -> None:
     dist.destroy_process_group(group)
 
 
-# ---- what there is -------------------------------------------------------------------------------
+# ---- capabilities --------------------------------------------------------------------------------
 
 
 class TorchBackend:
-    """The functions of torch.distributed that gather and reduce into one tensor; the process group itself is
-    torch's."""
+    """Provides torch.distributed's single-tensor all-gather and reduce-scatter. Groups are torch's own."""
 
     @classmethod
     def get_all_gather_function(cls) -> Callable[..., Any]:
@@ -220,7 +219,7 @@ has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
 def has_all_reduce_coalesced() -> bool:
-    """Return torch's own deprecated one is not used; `all_reduce_coalesced` is here."""
+    """Return True: this module defines `all_reduce_coalesced` and does not use torch's deprecated one."""
     return True
 
 
@@ -229,10 +228,10 @@ def has_coalescing_manager() -> bool:
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **keywords: Any) -> None:
-    """Say that the log of collectives is switched on in the JSON, before there is an engine.
+    """Accept a call that enables no logging; logging of collectives is enabled in the config.
 
     Raises:
-        LauncherError: it is to be switched on here.
+        LauncherError: an argument would enable logging.
     """
     if enabled or any(keywords.values()):
         raise LauncherError(
@@ -243,12 +242,12 @@ def configure(deepspeed_config: Any = None, enabled: bool | None = None, **keywo
 
 
 def in_aml() -> bool:
-    """Return whether this is a machine of Azure ML."""
+    """Return whether this process runs on Azure ML."""
     return "AZUREML_EXPERIMENT_ID" in os.environ
 
 
 def in_aws_sm() -> bool:
-    """Return whether this is a machine of SageMaker."""
+    """Return whether this process runs on SageMaker."""
     return "SM_TRAINING_ENV" in os.environ
 
 
@@ -257,5 +256,5 @@ def in_dlts() -> bool:
 
 
 def is_parallel(group: Any = None) -> bool:
-    """Return whether a group has several ranks."""
+    """Return whether a group has more than one rank."""
     return dist.is_initialized() and dist.get_world_size(group) > 1

@@ -1,4 +1,4 @@
-"""Names of DeepCompile's passes, for `engine.compile(schedule=[(step, [passes]), ...])`, which has no effect here."""
+"""DeepCompile's pass names, for `engine.compile(schedule=[(step, [passes]), ...])`, which has no effect."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from launcher.integrations.refused import NotHere, missing
 
 
 class CompilerPass:
-    """The name of a pass, and nothing to be called.
+    """The name of a pass; calling it is an error.
 
     Args:
-        name: below the package.
+        name: dotted name below `deepspeed`.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,10 +43,10 @@ def prepare_autosp_inputs(
     attention_mask: Tensor | None = None,
     seq_dim: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the inputs as they are: with `sequence_parallel_size` in the JSON the engine cuts what its model is given.
+    """Return the inputs unchanged: with `sequence_parallel_size`, the engine shards the inputs of its model.
 
     Args:
-        input_id, label_id, position_id, attention_mask: of whole sequences, the same on ranks that share them.
-        seq_dim: the dimension of the tokens.
+        input_id, label_id, position_id, attention_mask: of full sequences, equal on ranks that share them.
+        seq_dim: the sequence dimension.
     """
     return input_id, label_id, position_id, attention_mask

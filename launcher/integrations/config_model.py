@@ -1,5 +1,6 @@
-"""`deepspeed.runtime.config_utils.DeepSpeedConfigModel`: a base for the settings of programs, with fields that others
-have replaced. The engine's own configuration is in `launcher.config`."""
+"""`deepspeed.runtime.config_utils.DeepSpeedConfigModel`: a pydantic base class with deprecated fields.
+
+Programs derive their own settings from it. The engine's own configuration is in `launcher.config`."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ from launcher.integrations.processes import logger
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """Settings that pydantic checks; unknown ones are errors.
+    """Settings that are validated by pydantic; unknown keys are errors.
 
-    A field with `json_schema_extra={"deprecated": True, "new_param": NAME, ...}` gives its value to the field NAME, a
-    dotted one inside of a section, and goes. Further keys: `new_param_fn` makes the new value of the old one,
-    `set_new_param` False only warns, `deprecated_msg` is added to the warning.
+    A field with `json_schema_extra={"deprecated": True, "new_param": NAME, ...}` passes its value on to the
+    field NAME and is removed. NAME may be dotted, for a field of a section. Further keys: `new_param_fn`
+    converts the old value to the new one, `set_new_param` False only warns, and `deprecated_msg` is appended
+    to the warning.
 
     Args:
-        strict: false: a value "auto" is as if it were not given.
+        strict: if false, a key with the value "auto" is treated as not given.
 
     Raises:
-        ArgumentsError: a field and the one that has replaced it are both given.
+        ArgumentsError: a field and its replacement are both given.
     """
 
     model_config = ConfigDict(
@@ -68,5 +70,5 @@ class DeepSpeedConfigModel(BaseModel):
     @field_serializer("dtype", check_fields=False)
     @staticmethod
     def serialize_torch_dtype(dtype: torch.dtype) -> str:
-        """Return a dtype in JSON, by its name."""
+        """Serialize a dtype as its name."""
         return str(dtype)

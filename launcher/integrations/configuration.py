@@ -1,4 +1,4 @@
-"""`deepspeed.DeepSpeedConfig`: a JSON that was read and checked, by the attributes that scripts ask for."""
+"""`deepspeed.DeepSpeedConfig`: a validated configuration under the attribute names that scripts read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PATHS: Mapping[str, str] = {
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "zero_optimization_stage": "zero_optimization.stage",
 }
-"""Attribute -> key."""
+"""Attribute -> config key."""
 
 SECTIONS: Mapping[str, str] = {
     "activation_checkpointing_config": "activation_checkpointing",
@@ -70,7 +70,7 @@ SECTIONS: Mapping[str, str] = {
     "tensor_parallel_config": "tensor_parallel",
     "timers_config": "timers",
 }
-"""Attribute -> section, typed and frozen."""
+"""Attribute -> config section, typed and frozen."""
 
 DTYPE_KEYS: Mapping[str, str] = {
     "communication_data_type": "communication_data_type",
@@ -82,14 +82,14 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 class DeepSpeedConfig:
-    """A JSON, read and checked, with the batch sizes of this number of ranks.
+    """A validated configuration, with batch sizes resolved for the data-parallel world size.
 
     Args:
-        config: path, JSON in base64, or dict.
-        mpu: says how many ranks share a batch; None: as the JSON has it.
+        config: path, base64-encoded JSON, or dict.
+        mpu: provides the data-parallel world size; None: derived from the config and the number of ranks.
 
     Raises:
-        ConfigError: it is wrong; every mistake is listed.
+        ConfigError: the config is invalid; every problem is listed.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class DeepSpeedConfig:
 
     @property
     def monitor_config(self) -> DeepSpeedMonitorConfig:
-        """Return the sections of the monitors, for `MonitorMaster`."""
+        """Return the monitor sections, for `MonitorMaster`."""
         return DeepSpeedMonitorConfig(**{name: getattr(self._config, name).given() for name in MONITORS})
 
     def __getattr__(self, name: str) -> Any:
@@ -152,7 +152,7 @@ class DeepSpeedConfig:
 
 
 def _loaded(config: Any) -> Config:
-    """Return the configuration; the first line of an error names its keys, for logs that show no more."""
+    """Load the configuration. An error's first line lists its keys, for logs that show only that line."""
     try:
         return load(os.fspath(config) if isinstance(config, os.PathLike) else config)
     except ConfigProblems as error:
@@ -166,10 +166,10 @@ def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return the dict for json.load(object_pairs_hook=...).
+    """Return the dict of a JSON object, for json.load(object_pairs_hook=...).
 
     Raises:
-        ConfigError: a key stands twice.
+        ConfigError: a key occurs twice.
     """
     found = dict(ordered_pairs)
     if len(found) != len(ordered_pairs):

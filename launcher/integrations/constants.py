@@ -1,6 +1,6 @@
-"""Constants of DeepSpeed's that scripts import: keys of the JSON, names of timers, files and environment variables.
+"""DeepSpeed constants that scripts import: config keys, and names of timers, files and environment variables.
 
-Most are the name itself in small letters. Defaults are not among them: `docs/config.md` has those that hold here.
+The value of most is their name in lower case. Defaults are not included: `docs/config.md` lists them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NAMED: Mapping[str, str] = {
     "runtime.zero.config": "ZERO_OPTIMIZATION",
     "utils.config": "TIMERS",
 }
-"""Module -> constants whose value is their name in small letters."""
+"""Module -> constants whose value is their name in lower case."""
 
 _VERSION = {
     "UNIVERSAL_CHECKPOINT_VERSION_KEY": "universal_checkpoint_version",
@@ -189,9 +189,9 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     },
     "launcher.runner": {"DLTS_HOSTFILE": "/job/hostfile"},
 }
-"""Module -> the others."""
+"""Module -> the remaining constants and their values."""
 
 
 def constants_of(module: str) -> dict[str, Any]:
-    """Return all of a module, by name."""
+    """Return all constants of a module by name."""
     return {**{name: name.lower() for name in NAMED.get(module, "").split()}, **VALUES.get(module, {})}

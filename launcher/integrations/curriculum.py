@@ -1,6 +1,7 @@
-"""`deepspeed.runtime.data_pipeline.curriculum_scheduler`: how hard the next step is, by the JSON's own schedules.
+"""`deepspeed.runtime.data_pipeline.curriculum_scheduler`: the difficulty of each step, as configured.
 
-Source: Li et al. 2022, arXiv:2108.06084; the engine does it by itself (`data_efficiency` of the JSON).
+The engine applies its own curriculum if `data_efficiency` is configured. Source: Li et al. 2022,
+arXiv:2108.06084.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ KINDS = ("fixed_discrete", "fixed_linear", "fixed_root", "custom")
 
 
 class CurriculumScheduler:
-    """Difficulty by optimizer step.
+    """Computes the difficulty of each optimizer step.
 
     Args:
         config: min_difficulty, max_difficulty, schedule_type and schedule_config, as in the JSON.
 
     Raises:
-        ConfigError: one of them is missing.
+        ConfigError: a required key is missing, or `schedule_type` is unknown.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -59,7 +60,7 @@ class CurriculumScheduler:
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
-        """Set the function of the schedule "custom": optimizer step -> difficulty."""
+        """Set the function of the "custom" schedule: optimizer step -> difficulty."""
         self.custom_get_difficulty = schedule_function
 
     def get_state(self) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class CurriculumScheduler:
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Return the difficulty of an optimizer step, from 1."""
+        """Return the difficulty of an optimizer step; steps count from 1."""
         pace, low, high = (
             self.state["schedule_config"],
             self.state["min_difficulty"],
@@ -89,7 +90,7 @@ class CurriculumScheduler:
         return rising(global_steps, low, high, pace["total_curriculum_step"], pace["difficulty_step"], degree)
 
     def update_difficulty(self, global_steps: int) -> int:
-        """Return the difficulty of this step, remembered; what has reached the end stays there."""
+        """Update and return the difficulty for this step; once it reaches the maximum it stays there."""
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.get_current_difficulty()

@@ -1,5 +1,6 @@
-"""`deepspeed.sequence.layer`: Ulysses around an attention of the script's own, for models that are given slices of
-sequences (Jacobs et al. 2023, arXiv:2309.14509)."""
+"""`deepspeed.sequence.layer`: Ulysses around a script's own attention, for models that get sequence shards.
+
+Source: Jacobs et al. 2023, arXiv:2309.14509."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ WHERE = "DistributedAttention"
 
 
 class DistributedAttention(nn.Module):
-    """Attention of this rank's tokens to those of all ranks of a group.
+    """Ulysses attention from this rank's tokens to the tokens of all ranks of a group.
 
     Args:
-        local_attention: called with query, key and value of all tokens and some heads.
-        sequence_process_group: of the ranks that share a sequence.
-        scatter_idx, gather_idx: dimensions of heads and of tokens.
-        sp_stream, num_kv_heads: not needed.
+        local_attention: called with query, key and value of all tokens and a subset of the heads.
+        sequence_process_group: the ranks that share a sequence.
+        scatter_idx, gather_idx: the head dimension and the sequence dimension.
+        sp_stream, num_kv_heads: unused.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the attention of this rank's tokens, with the dimensions of the query.
+        """Return the attention output of this rank's tokens, with the dimensions of the query.
 
         Args:
-            query, key, value: tokens of this rank and all heads, in dimensions `gather_idx` and `scatter_idx`.
-            batch_dim_idx: the dimension of the batch.
-            rotary_pos_emb: refused; rotate queries and keys before.
-            args, kwargs: for the local attention.
+            query, key, value: this rank's tokens and all heads, in dimensions `gather_idx` and `scatter_idx`.
+            batch_dim_idx: the batch dimension.
+            rotary_pos_emb: must be None; rotate queries and keys before the call.
+            args, kwargs: passed to the local attention.
         """
         if rotary_pos_emb is not None:
             raise ArgumentsError(
@@ -83,12 +84,12 @@ def single_all_to_all(
     *unused: Any,
     heads: int | None = None,
 ) -> Tensor:
-    """Exchange heads for tokens (`scatter_idx` is that of the heads, the larger one), or tokens for heads.
+    """Scatter heads and gather tokens if `scatter_idx` > `gather_idx` (the head dimension); else the reverse.
 
     Args:
-        input: [..., heads, width], tokens and batch before them.
-        group: of the ranks that share a sequence.
-        heads: of all ranks, where tokens are given for heads; default: all have as many.
+        input: [..., heads, width]; the sequence and batch dimensions come first.
+        group: the ranks that share a sequence.
+        heads: total number of heads when heads are gathered; default: the sum over the ranks.
     """
     axis = Axis.over("cp", group)
     to_all_tokens = scatter_idx > gather_idx
@@ -108,7 +109,7 @@ def single_all_to_all(
 
 
 def shards(heads: int, ranks: int) -> Heads:
-    """Return the heads of each rank; the first ranks have one more where they are uneven."""
+    """Return the heads of each rank; the first ranks get one more if they do not divide evenly."""
     size, more = divmod(heads, ranks)
     stops = [size * (rank + 1) + min(rank + 1, more) for rank in range(ranks)]
     return tuple(slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
@@ -121,7 +122,7 @@ def _heads_of_all(mine: int, axis: Axis) -> int:
 
 
 class _SeqAllToAll:
-    """DeepSpeed's function, with its arguments in another order."""
+    """`single_all_to_all` with the argument order of DeepSpeed's autograd function."""
 
     @staticmethod
     def apply(

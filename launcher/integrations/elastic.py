@@ -1,4 +1,4 @@
-"""`deepspeed.elasticity`: the batch size of the section `elasticity`. DeepSpeed had it until 0.19.6."""
+"""`deepspeed.elasticity`: the batch size from the `elasticity` section. DeepSpeed had it until 0.19.6."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWo
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Return whether the JSON's section is on."""
+    """Return whether the `elasticity` section is enabled."""
     return bool(ds_config.get("elasticity", {}).get("enabled", False))
 
 
@@ -28,17 +28,17 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> Any:
-    """Return the batch size, and the numbers of ranks on which it works.
+    """Return the batch size, and the world sizes that support it.
 
     Args:
-        world_size: must be one of them; 0: not asked.
-        return_microbatch: give the micro batch of that many ranks, too.
+        world_size: must be one of the supported world sizes; 0: not checked.
+        return_microbatch: also return the microbatch size; always done if `world_size` is given.
 
     Returns:
-        (sequences per step, numbers of ranks[, micro batch])
+        (sequences per step, supported world sizes[, microbatch size])
 
     Raises:
-        ConfigError: the section is missing, off or wrong, or `world_size` is not allowed.
+        ConfigError: the section is missing, disabled or invalid, or `world_size` is not supported.
     """
     if not elasticity_enabled(ds_config):
         raise ConfigError(
@@ -46,7 +46,7 @@ def compute_elastic_config(
         )
     section = load({"elasticity": dict(ds_config["elasticity"])}, where="compute_elastic_config()").elasticity
     batch, sizes = section.batch, section.world_sizes
-    assert batch is not None and sizes is not None  # load() has seen to it
+    assert batch is not None and sizes is not None  # guaranteed by load()
     if world_size and world_size not in sizes:
         problem = refusal(section, world_size)
         raise ConfigError(problem.what, where="elasticity", fix=problem.fix)

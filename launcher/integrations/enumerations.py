@@ -1,4 +1,4 @@
-"""DeepSpeed's enumerations and errors, which scripts compare and catch. The errors are launcher's own below them."""
+"""DeepSpeed's enumerations and exceptions, which scripts compare and catch; exceptions alias launcher's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DeprecatedException = NotHere
 
 
 class OffloadDeviceEnum(enum.StrEnum):
-    """`offload_param.device` and `offload_optimizer.device`."""
+    """Values of `offload_param.device` and `offload_optimizer.device`."""
 
     none = "none"
     cpu = "cpu"
@@ -25,7 +25,7 @@ class OffloadDeviceEnum(enum.StrEnum):
 
 
 class OffloadStateTypeEnum(enum.StrEnum):
-    """The names for `engine.offload_states(include=...)`."""
+    """Names accepted by `engine.offload_states(include=...)`."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -35,7 +35,7 @@ class OffloadStateTypeEnum(enum.StrEnum):
 
 
 class ZeroStageEnum(int, enum.Enum):
-    """`zero_optimization.stage`."""
+    """Values of `zero_optimization.stage`."""
 
     disabled = 0
     optimizer_states = 1
@@ -45,7 +45,7 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 class ZeroParamStatus(enum.Enum):
-    """The status of a parameter: whether it can be used as it is."""
+    """Whether a parameter is unsharded, and so ready for use."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -53,7 +53,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class ZeroParamType(enum.Enum):
-    """The way in which a parameter is kept: whole, or in shards of all ranks. `REMOTE` does not occur here."""
+    """How a parameter is stored: unsharded, or sharded over all ranks. `REMOTE` is never used."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -61,7 +61,7 @@ class ZeroParamType(enum.Enum):
 
 
 class ValidationMode:
-    """`checkpoint.tag_validation`."""
+    """Values of `checkpoint.tag_validation`."""
 
     WARN = "WARN"
     IGNORE = "IGNORE"
@@ -69,7 +69,7 @@ class ValidationMode:
 
 
 class DtypeEnum(enum.Enum):
-    """Words for dtypes; the first is that of `value`."""
+    """Dtypes and the names they can be looked up by; `value` is the torch dtype."""
 
     fp16 = torch.float16, "torch.float16", "fp16", "float16", "half"
     fp32 = torch.float32, "torch.float32", "fp32", "float32", "float"

@@ -1,4 +1,4 @@
-"""`deepspeed.moe`: layers of experts that scripts build themselves, and what they ask about their parameters."""
+"""`deepspeed.moe`: MoE layers for models that scripts build themselves, and helpers for expert parameters."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ JITTER = 1e-2
 
 
 class _Gate(nn.Module):
-    """A linear router, and a choice of k experts for each token (`launcher/experts/gates.py`).
+    """A linear router that selects k experts per token (`launcher/experts/gates.py`).
 
-    Args: as those of `MoE`.
+    Args: the same as those of `MoE`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class _Gate(nn.Module):
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
 
     def forward(self, input: Tensor, used_token: Tensor | None = None) -> gates.Gating:
-        """Return the choice for tokens [T, hidden], all of it in fp32."""
+        """Return the gating decision for tokens [T, hidden], computed in fp32."""
         tokens = input.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
             tokens = tokens * _jitter(tokens)
@@ -72,10 +72,10 @@ def _jitter(tokens: Tensor) -> Tensor:
 
 
 class _Layer(nn.Module):
-    """Gate and experts, under the names that DeepSpeed gives them.
+    """The gate and the experts, under DeepSpeed's attribute names.
 
     Attributes:
-        l_aux, exp_counts: of the last forward.
+        l_aux, exp_counts: load-balancing loss and per-expert token counts of the last forward.
     """
 
     def __init__(self, gate: _Gate, experts: StackedExperts) -> None:
@@ -93,29 +93,29 @@ class _Layer(nn.Module):
 
 
 class MoE(nn.Module):
-    """A layer of experts with a gate, for models that scripts build themselves.
+    """An MoE layer with a gate, for models that scripts build themselves.
 
-    The experts are copies of one module. With `ep_size` N, N neighbouring ranks share them from initialize() on: the
-    same as "expert_parallel": {"size": N}. They work at every ZeRO stage; the optimizer needs no param groups of its
-    own.
+    The experts are copies of one module. With `ep_size` N, initialize() shards them over N neighbouring
+    ranks, the same as "expert_parallel": {"size": N}. They work at every ZeRO stage and need no separate
+    optimizer param groups.
 
     Args:
         hidden_size: width of inputs and outputs.
-        expert: the module that all experts begin as. It is called with [tokens, hidden_size].
-        num_experts: of the layer, on all ranks together.
-        ep_size: ranks that share them; must divide num_experts.
-        k: experts of each token.
-        capacity_factor, eval_capacity_factor: an expert takes at most this times an even share of a rank's tokens, in
-            training and in evaluation.
-        min_capacity: an expert takes as many in any case.
-        use_residual: add what one expert more makes of all tokens, weighted (Rajbhandari et al. 2022,
-            arXiv:2201.05596).
-        noisy_gate_policy: "Jitter" or "RSample", of k = 1.
-        drop_tokens: keep to the capacity. Tokens that no expert takes come out as 0.
-        use_rts: of k = 1, a full expert takes tokens at random instead of the first ones.
-        use_tutel: has no effect: nothing of Tutel is needed.
-        enable_expert_tensor_parallelism: must be False; experts are not split.
-        top2_2nd_expert_sampling: of k = 2, choose the second expert at random.
+        expert: the module that every expert starts as a copy of. It is called with [tokens, hidden_size].
+        num_experts: total number of experts, over all ranks.
+        ep_size: expert-parallel degree; must divide num_experts.
+        k: experts per token.
+        capacity_factor, eval_capacity_factor: the capacity of an expert as a multiple of an even share of a
+            rank's tokens, in training and in evaluation.
+        min_capacity: lower bound of the capacity, in tokens.
+        use_residual: add the weighted output of one more expert that processes all tokens (Rajbhandari et al.
+            2022, arXiv:2201.05596).
+        noisy_gate_policy: "Jitter", or for k = 1 "RSample".
+        drop_tokens: enforce the capacity. The output of tokens that no expert takes is 0.
+        use_rts: for k = 1, a full expert keeps random tokens instead of the first ones.
+        use_tutel: has no effect: Tutel is not needed.
+        enable_expert_tensor_parallelism: must be False; experts are not tensor-parallel.
+        top2_2nd_expert_sampling: for k = 2, choose the second expert at random.
 
     Raises:
         ArgumentsError: arguments contradict each other.
@@ -163,16 +163,16 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Do nothing: initialize() makes the groups of ranks."""
+        """Do nothing: initialize() creates the process groups."""
 
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return (output, the gate's loss of balance, tokens that want each expert).
+        """Return (output, load-balancing loss, tokens routed to each expert before any is dropped).
 
         Args:
             hidden_states: [..., hidden_size].
-            used_token: [tokens], 0 for those that no expert is to take; of k = 1.
+            used_token: [tokens], 0 for tokens that are not routed to any expert; only for k = 1.
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
@@ -184,13 +184,13 @@ class MoE(nn.Module):
 
 
 def _values_of(expert: nn.Module) -> AbstractContextManager[Any]:
-    """Return the context in which parameters have their values that zero.Init() has sharded."""
+    """Return a context in which parameters sharded by zero.Init() are gathered."""
     sharded = [parameter for parameter in expert.parameters() if is_partitioned(parameter)]
     return GatheredParameters(sharded) if sharded else nullcontext()
 
 
 def _check(expert: object, numbers: Mapping[str, Any], noise: str | None, split: bool) -> None:
-    """Raise ArgumentsError for what cannot be meant."""
+    """Raise ArgumentsError for invalid arguments."""
     num_experts, ep_size, k = (numbers[name] for name in ("num_experts", "ep_size", "k"))
     found = _wrong_number(numbers)
     if not isinstance(expert, nn.Module):
@@ -223,12 +223,12 @@ def _wrong_number(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Return whether a parameter belongs to experts of a `MoE`."""
+    """Return whether a parameter belongs to the experts of an `MoE`."""
     return not getattr(param, "allreduce", True)
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether there is a `MoE`, and of how many experts the first one is."""
+    """Return whether the model contains an `MoE`, and the number of experts of the first one (0 without)."""
     found = next((module for module in m.modules() if isinstance(module, MoE)), None)
     return found is not None, 0 if found is None else found.num_experts
 
@@ -240,7 +240,7 @@ def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
 def split_params_into_shared_and_expert_params(
     params: Sequence[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return (parameters that all tokens share, those of experts)."""
+    """Return (shared parameters, expert parameters)."""
     shared = [param for param in params if not is_moe_param(param)]
     return shared, [param for param in params if is_moe_param(param)]
 
@@ -248,7 +248,7 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Sequence[nn.Parameter],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients that there are, in the same two lists."""
+    """Return the existing gradients as (shared, expert) lists."""
     shared, experts = split_params_into_shared_and_expert_params([p for p in group if p.grad is not None])
     return [p.grad.to(p.dtype) for p in shared], [p.grad.to(p.dtype) for p in experts]  # type: ignore[union-attr]
 
@@ -256,12 +256,14 @@ def split_params_grads_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]], max_group_size: float | None = 178956971
 ) -> list[dict[str, Any]]:
-    """Return the groups without their parameters of experts, and behind them these, by the name of their group of
-    ranks. No optimizer here needs them apart.
+    """Return the groups without expert parameters, followed by separate groups of the expert parameters.
+
+    Expert parameters are grouped by the name of their process group. The engine's optimizers do not need
+    this.
 
     Args:
-        param_groups: with "name" and "params".
-        max_group_size: elements of a group of experts.
+        param_groups: groups with "name" and "params".
+        max_group_size: maximum number of elements in a group of expert parameters; None: unlimited.
     """
     given = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
     groups, of_experts = [], []
@@ -287,7 +289,10 @@ def _parts(params: list[nn.Parameter], most: float | None) -> Iterator[list[nn.P
 
 
 def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
-    """Return param groups with the parameters of experts apart, of parameters or of groups that have not got them."""
+    """Return param groups with expert parameters in separate groups, given parameters or param groups.
+
+    Groups that are already split are returned unchanged.
+    """
     given = list(model_parameters)
     if given and isinstance(given[0], Tensor):
         return split_params_into_different_moe_groups_for_optimizer({"params": given, "name": "dense-params"})

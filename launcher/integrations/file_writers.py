@@ -1,4 +1,4 @@
-"""`deepspeed.io`: what `torch.save(f=...)` writes to, with counts of what was written."""
+"""`deepspeed.io`: file writers for `torch.save(f=...)` that record write statistics."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from launcher.integrations.refused import NotHere
 
 SIZE_BYTES = 8
-"""What stands before a storage where its size is asked for: its number of elements, as int64."""
+"""Bytes of the optional header of a storage: its number of elements, as int64."""
 
 StoredAs = tuple[torch.UntypedStorage, torch.dtype]
 
 
 class MockFileWriter:
-    """Count what would be written; the file is made and stays empty.
+    """Counts what would be written; the file is created and stays empty.
 
     Args:
-        file_path: the file.
+        file_path: path of the file.
     """
 
     def __init__(self, file_path: str | Path) -> None:
@@ -38,7 +38,7 @@ class MockFileWriter:
         return self._file_path
 
     def fileno(self) -> int:
-        """Return -1: torch is to write here, and not past it to the file."""
+        """Return -1, so that torch writes through this object and not to the file descriptor."""
         self._stats["fileno"] += 1
         return -1
 
@@ -51,10 +51,10 @@ class MockFileWriter:
         self._file.close()
 
     def write(self, buffer: Any) -> int:
-        """Write bytes, whole; returns their number.
+        """Write all bytes and return their number.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the write failed.
         """
         began = time.perf_counter()
         data = memoryview(buffer).cast("B")
@@ -65,11 +65,11 @@ class MockFileWriter:
         return len(data)
 
     def save_torch_storage_object_list(self, storage_obj_list: Sequence[StoredAs], save_size: bool) -> int:
-        """Write storages one after the other; returns the number of bytes.
+        """Write storages one after the other and return the number of bytes written.
 
         Args:
-            storage_obj_list: (storage, dtype of its elements).
-            save_size: the number of elements stands before each.
+            storage_obj_list: pairs of a storage and the dtype of its elements.
+            save_size: write the number of elements before each storage.
         """
         written = 0
         for storage, dtype in storage_obj_list:
@@ -86,27 +86,27 @@ class MockFileWriter:
         """Write nothing."""
 
     def _dump_state(self) -> None:
-        """Print the counts."""
+        """Print the statistics."""
         if seconds := self._stats["write_secs"]:
             self._stats["write_GB/s"] = self._stats["bytes"] / seconds / (1 << 30)
         print(f"stats = {self._stats | {'path': self._file_path}}")
 
 
 class PyFileWriter(MockFileWriter):
-    """Write to a file of the operating system.
+    """Writes through unbuffered file I/O.
 
     Args:
-        file_path: the file.
+        file_path: path of the file.
     """
 
     def _put(self, data: memoryview) -> None:
-        while data:  # one call may write a part, for example 2 GiB
+        while data:  # a write may be partial, for example above 2 GiB
             data = data[self._file.write(data) :]
 
 
 @dataclass
 class FastFileWriterConfig:
-    """The options of a `FastFileWriter`; only the number of writers is looked at."""
+    """Options of a `FastFileWriter`; only `num_parallel_writers` is used."""
 
     dnvme_handle: Any
     pinned_tensor: torch.Tensor
@@ -117,14 +117,14 @@ class FastFileWriterConfig:
 
 
 class FastFileWriter(PyFileWriter):
-    """Write as `PyFileWriter` does; when it is closed, the file is on the disk.
+    """Writes like `PyFileWriter`, and syncs the file to disk on close().
 
     Args:
-        file_path: the file.
-        config: of one writer.
+        file_path: path of the file.
+        config: options of this writer.
 
     Raises:
-        NotHere: several ranks are to write one file.
+        NotHere: `num_parallel_writers` is above 1.
     """
 
     def __init__(self, file_path: str | Path, config: FastFileWriterConfig) -> None:
@@ -137,7 +137,7 @@ class FastFileWriter(PyFileWriter):
         super().__init__(file_path)
 
     def close(self) -> None:
-        """Wait until the file is on the disk, and close it."""
+        """Sync the file to disk and close it."""
         try:
             if not self._file.closed:
                 os.fsync(self._file.fileno())

@@ -1,5 +1,6 @@
-"""Files of DeepSpeed's checkpoints by their names, and its writer of whole dicts, for programs that write or read such
-files themselves. The engine's checkpoints have other files."""
+"""DeepSpeed's checkpoint file names and single-file writer, for programs that handle such files themselves.
+
+The engine's own checkpoints consist of other files."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from launcher.integrations.refused import NotHere, missing
 
 MODEL_FILES, OPTIMIZER_FILES = "*_model_states.pt", "*_optim_states.pt"
 FIRST_MODEL_FILE = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""At stages 1 and 2, and at stage 3."""
+"""For stages 1 and 2, and for stage 3."""
 
 
 class NoSuchFiles(CheckpointError, FileNotFoundError):
-    """A directory has no files of a checkpoint of DeepSpeed's."""
+    """A directory contains no DeepSpeed checkpoint files."""
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
@@ -34,10 +35,10 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) 
 
 
 def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
-    """Return the paths of files, numbers in their names counted as numbers.
+    """Return the paths of matching files, sorted with the numbers in their names compared as numbers.
 
     Raises:
-        NoSuchFiles: there is none.
+        NoSuchFiles: no file matches.
     """
     found = [str(path) for path in Path(checkpoint_dir).glob(glob_pattern)]
     if not found:
@@ -68,15 +69,15 @@ def get_model_state_files(checkpoint_dir: str) -> list[str]:
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
-    """Return the first of them."""
+    """Return the first file with the model's state."""
     return get_checkpoint_files(checkpoint_dir, FIRST_MODEL_FILE[zero_stage == 3])[0]
 
 
 class TorchCheckpointEngine:
-    """Writes and reads one file with torch. Reading takes tensors and plain values only: no code runs.
+    """Writes and reads one file with torch. Only tensors and plain values are loaded, so no code is executed.
 
     Args:
-        config_params: not needed.
+        config_params: unused.
     """
 
     name = "TorchCheckpointEngine"
@@ -85,7 +86,7 @@ class TorchCheckpointEngine:
         pass
 
     def create(self, info: Any) -> None:
-        """Do nothing: nothing has to be prepared."""
+        """Do nothing: there is nothing to prepare."""
 
     def save(self, state_dict: Any, path: str) -> None:
         torch.save(state_dict, path)
@@ -94,17 +95,19 @@ class TorchCheckpointEngine:
         return torch.load(path, map_location=map_location, weights_only=True)
 
     def commit(self, info: Any) -> bool:
-        """Return True: what save() has returned from is written."""
+        """Return True: save() returns only after the file is written."""
         return True
 
 
 class MegatronSDLoader:
-    """Megatron's files in DeepSpeed's inference, of which nothing is read here. Scripts put a check of their own into
-    the class."""
+    """DeepSpeed's loader of Megatron checkpoints for inference; instantiating it is an error.
+
+    The class exists because scripts override its check.
+    """
 
     def __init__(self, *unused: Any, **keywords: Any) -> None:
         what, how = missing("runtime.state_dict_factory.MegatronSDLoader")
         raise NotHere(what, **how)
 
     def sanity_check(self, ckpt_file_name: str) -> None:
-        """Look at nothing."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""`deepspeed.moe.sharded_moe`: its gates, as scripts call them by themselves."""
+"""`deepspeed.moe.sharded_moe`: the gating functions, for scripts that call them directly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def top1gating(
     sparse_routes: bool = False,
     use_tutel: bool = False,
 ) -> tuple[Any, ...]:
-    """See `_told`."""
+    """Select one expert per token; see `_told` for the result."""
     noise = noisy_gate_policy == "RSample"
     found = gates.top1(
         logits, capacity_factor, min_capacity, used=used_token, noise=noise, drop=drop_tokens, random=use_rts
@@ -39,7 +39,7 @@ def top2gating(
     top2_2nd_expert_sampling: bool = True,
     sparse_routes: bool = False,
 ) -> tuple[Any, ...]:
-    """See `_told`."""
+    """Select two experts per token; see `_told` for the result."""
     found = gates.top2(
         logits, capacity_factor, min_capacity, drop=drop_tokens, sample=top2_2nd_expert_sampling
     )
@@ -56,7 +56,7 @@ def topkgating(
     drop_policy: str = "probs",
     sparse_routes: bool = False,
 ) -> tuple[Any, ...]:
-    """See `_told`.
+    """Select k experts per token; see `_told` for the result.
 
     Raises:
         ValueError: drop_policy is neither "probs" nor "position".
@@ -69,11 +69,14 @@ def topkgating(
 
 
 def _told(found: gates.Gating, logits: Tensor, drop: bool, group: Any, sparse: bool) -> tuple[Any, ...]:
-    """Return (loss, weights [T, experts, capacity], which of them are not 0, tokens that want each expert); or where
-    routes are `sparse` (loss, capacity, experts, their numbers [k, T], places [k, T], weights [k, T], tokens).
+    """Return a gating decision in DeepSpeed's form.
+
+    Dense: (loss, weights [T, experts, capacity], mask of nonzero weights, tokens per expert before dropping).
+    Sparse: (loss, capacity, number of experts, expert indices [k, T], places [k, T], weights [k, T], tokens
+    per expert before dropping).
 
     Args:
-        group: ranks that are to have the same capacity where nothing is dropped.
+        group: ranks that use the same capacity if no tokens are dropped.
     """
     capacity = found.counts.new_tensor(found.capacity)
     if not drop and group is not None and dist.get_world_size(group) > 1:

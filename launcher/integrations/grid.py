@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.pipe.topology`: functions of the newest engine, beside its grid."""
+"""`deepspeed.runtime.pipe.topology`: the pipeline grid, and rank functions of the newest engine."""
 
 from __future__ import annotations
 

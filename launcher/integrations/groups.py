@@ -1,4 +1,4 @@
-"""`deepspeed.utils.groups`: sizes, ranks and process groups of the newest engine; of all ranks before there is one."""
+"""`deepspeed.utils.groups`: ranks and process groups of the newest engine; without one, of all ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Return the rank, among all, of the first rank of this one's tensor-parallel group."""
+    """Return the global rank of the first rank in this rank's tensor-parallel group."""
     group = get_tensor_model_parallel_group()
     if group is not None:
         return min(dist.get_process_group_ranks(group))
@@ -77,7 +77,7 @@ get_model_parallel_world_size = get_tensor_model_parallel_world_size
 get_model_parallel_rank = get_tensor_model_parallel_rank
 
 
-# ---- DeepSpeed's own names of them -----------------------------------------------------------------
+# ---- DeepSpeed's private names ---------------------------------------------------------------------
 
 _get_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = get_data_parallel_world_size
@@ -86,7 +86,7 @@ _get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
-    """Return the ranks, among all, of this one's data-parallel group."""
+    """Return the global ranks of this rank's data-parallel group."""
     group = get_data_parallel_group()
     if group is not None:
         return dist.get_process_group_ranks(group)
@@ -94,15 +94,15 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def _get_broadcast_src_rank() -> int:
-    """Return the first of them."""
+    """Return the first global rank of this rank's data-parallel group."""
     return _get_data_parallel_group_ranks()[0]
 
 
-# Experts that are spread: every layer of experts is shared by the same ranks, so the name of a group says nothing.
+# Expert parallelism: all MoE layers are sharded over the same ranks, so `group_name` is ignored.
 
 
 def _get_expert_parallel_group(group_name: str = "") -> Any:
-    """Return the ranks that have different experts."""
+    """Return the group of ranks that hold different experts."""
     return _group(_experts("ep"))
 
 
@@ -115,7 +115,7 @@ def _get_expert_parallel_rank(group_name: str = "") -> int:
 
 
 def _get_expert_data_parallel_group(group_name: str = "") -> Any:
-    """Return the ranks that have the same experts."""
+    """Return the group of ranks that hold the same experts."""
     return _group(_experts("edp"))
 
 
@@ -146,7 +146,7 @@ def _experts(name: str) -> Axis:
     return replace(_all_copies(), name=name) if name == "edp" else Axis(name)
 
 
-# Ranks that share a sequence have one model; gradients are averaged over them and over data-parallel ranks.
+# Ranks that share a sequence hold the same model; gradients are averaged over them and the dp ranks.
 
 
 def _get_sequence_parallel_world_size() -> int:
@@ -158,10 +158,10 @@ def _get_sequence_parallel_rank() -> int:
 
 
 def _get_sequence_parallel_group() -> Any:
-    """Return the ranks that share this rank's sequences.
+    """Return the group of ranks that share this rank's sequences.
 
     Raises:
-        ArgumentsError: every rank has whole sequences.
+        ArgumentsError: sequences are not sharded.
     """
     group = _sequence_axis().group
     if group is None:
@@ -186,7 +186,7 @@ def _get_sequence_data_parallel_rank() -> int:
 
 
 def _sequence_axis() -> Axis:
-    """Return cp of the newest engine; before it is made, the groups that the script has made."""
+    """Return the cp axis of the newest engine; if its degree is 1, that of the groups the script created."""
     found = _axis("cp")
     made = sys.modules.get("launcher.integrations.sequence_groups")
     if found.degree == 1 and made is not None and (groups := made.newest()) is not None:
@@ -199,11 +199,11 @@ def _all_copies() -> Axis:
     return _axis("dp") if mesh is None else mesh.dp_cp
 
 
-# ---- with a model-parallel unit of Megatron's -------------------------------------------------------
+# ---- with Megatron's mpu ----------------------------------------------------------------------------
 
 
 def _of_unit(otherwise: Any, *names: str) -> Callable[..., Any]:
-    """Return a question of Megatron's unit, by the first of its methods that there is: they differ between versions."""
+    """Return a function that calls the first of these methods that an mpu has; names vary by version."""
 
     def ask(mpu: Any = None) -> Any:
         found = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)

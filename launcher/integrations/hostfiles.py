@@ -1,4 +1,4 @@
-"""`deepspeed.launcher.runner`: which hosts a hostfile names, for programs that start DeepSpeed themselves."""
+"""`deepspeed.launcher.runner`: hostfile parsing, for programs that start DeepSpeed themselves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from launcher.cluster.selection import select
 from launcher.integrations.processes import logger
 
 EXPORT_ENVS = EXTRA_PREFIXES
-"""Prefixes of more variables that are passed on to other nodes; a program may add to them."""
+"""Prefixes of additional environment variables exported to other nodes; programs may add to them."""
 
 
 def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
-    """Return host -> its number of slots; None where there is no such file.
+    """Return host -> number of slots, or None if the file does not exist.
 
     Raises:
-        ConfigError: a line is wrong.
+        ConfigError: a line is invalid.
     """
     if not Path(hostfile_path).is_file():
         logger.warning("there is no hostfile %s: this machine alone is used", hostfile_path)
@@ -30,14 +30,14 @@ def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> OrderedDict[str, list[int]]:
-    """Return host -> its slots that are left.
+    """Return host -> the slots that remain after filtering.
 
     Args:
-        resource_pool: host -> its number of slots.
-        inclusion, exclusion: as --include and --exclude: `NODE@NODE:0,2`; "" for none.
+        resource_pool: host -> number of slots.
+        inclusion, exclusion: filters like --include and --exclude: `NODE@NODE:0,2`; "" for none.
 
     Raises:
-        ConfigError: both are given, or one names what is not there.
+        ConfigError: both are given, or one names an unknown host or slot.
     """
     hosts = [Host(name, tuple(range(slots))) for name, slots in resource_pool.items()]
     chosen = select(hosts, include=inclusion or None, exclude=exclusion or None)

@@ -1,6 +1,6 @@
-"""Rows of numbers in two files, as Megatron keeps tokens: `MMapIndexedDataset` of `deepspeed.runtime.data_pipeline`.
+"""`MMapIndexedDataset` of `deepspeed.runtime.data_pipeline`: Megatron's token datasets, stored in two files.
 
-NAME.bin has the rows end to end, NAME.idx their sizes, where each begins, and which rows begin a document.
+NAME.bin contains the rows back to back; NAME.idx contains their sizes, offsets, and the document boundaries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from launcher.errors import ConfigError
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 TYPES = (np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16, np.uint32, np.uint64)
-"""Dtypes of the numbers, in the order of their codes, from 1."""
+"""Supported dtypes, in the order of their codes, which start at 1."""
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -30,19 +30,19 @@ def index_file_path(prefix_path: str) -> str:
 
 
 def code(dtype: Any) -> int:
-    """Return the code of a type of numbers."""
+    """Return the code of a dtype."""
     return [np.dtype(one) for one in TYPES].index(np.dtype(dtype)) + 1
 
 
 class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
-    """Rows that are read from disk when they are asked for.
+    """Rows that are memory-mapped and read from disk on access.
 
     Args:
-        path: NAME, without an ending.
-        skip_warmup: not needed: nothing is read ahead.
+        path: NAME, without an extension.
+        skip_warmup: unused; nothing is read ahead.
 
     Raises:
-        ConfigError: the files are not of this kind, or are cut off.
+        ConfigError: the files have another format, or are truncated.
     """
 
     def __init__(self, path: str, skip_warmup: bool = False) -> None:
@@ -93,7 +93,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
         return len(self.sizes)
 
     def __getitem__(self, idx: int | slice) -> Any:
-        """Return a row, or the list of several neighbours."""
+        """Return a row, or for a slice with step 1 the list of its rows."""
         if not isinstance(idx, slice):
             return self.get(idx)
         if idx.indices(len(self))[2] != 1:
@@ -101,7 +101,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
         return [self.get(row) for row in range(*idx.indices(len(self)))]
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Array:
-        """Return a row, or `length` numbers of it from `offset` on."""
+        """Return a row, or `length` elements of it starting at `offset`."""
         count = int(self.sizes[idx]) - offset if length is None else length
         begin = int(self._begins[idx]) + offset * self.dtype.itemsize
         return self._data[begin : begin + count * self.dtype.itemsize].view(self.dtype)
@@ -125,11 +125,11 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
 
 
 class MMapIndexedDatasetBuilder:
-    """Writes such files, row by row.
+    """Writes an indexed dataset, row by row.
 
     Args:
         out_file: NAME.bin.
-        dtype: of the numbers.
+        dtype: dtype of the elements.
     """
 
     def __init__(self, out_file: str, dtype: Any = np.int64) -> None:
@@ -149,11 +149,15 @@ class MMapIndexedDatasetBuilder:
         self._sizes.append(np_array.size)
 
     def end_document(self) -> None:
-        """End a document: the next row begins another one."""
+        """End the document: the next row starts a new one."""
         self._doc_idx.append(len(self._sizes))
 
     def merge_file_(self, another_file: str) -> None:
-        """Add all rows of another one, given as NAME. Raises ConfigError where its numbers are of another type."""
+        """Append all rows of another dataset, given as NAME.
+
+        Raises:
+            ConfigError: its dtype is different.
+        """
         other = MMapIndexedDataset(another_file)
         if other.dtype != self._dtype:
             raise ConfigError(f"its dtype is {other.dtype}, not {self._dtype}", where=another_file)

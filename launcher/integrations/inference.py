@@ -1,6 +1,6 @@
-"""`deepspeed.init_inference`: a model to run, on the device of this rank and in a dtype.
+"""`deepspeed.init_inference`: an inference-only model, on the device of this rank and in a given dtype.
 
-Kernels are not put into it: what they would compute faster, its own layers compute.
+No kernels are injected: the model runs with its own layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ enable_cuda_graph use_triton triton_autotune max_out_tokens max_tokens min_out_t
 triangular_masking training_mp_size invert_mask set_empty_params
 """
 SPEED = frozenset(_SPEED.split())
-"""Keys about DeepSpeed's kernels: they change how fast a model runs, and nothing acts on them."""
+"""Keys for DeepSpeed's kernels. They only affect speed, and are ignored."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "base_dir": ("", None),
     "checkpoint": (None,),
@@ -43,15 +43,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tp": ({}, {"tp_size": 1}, {"enabled": True, "tp_size": 1}, {"enabled": False}),
     "zero": ({}, {"stage": 0}),
 }
-"""Keys of what is not done here -> values that ask for nothing."""
+"""Keys of unsupported features -> values that leave the feature disabled."""
 
 
 class InferenceEngine(ModuleHolder):
-    """A model that is run, not trained. What is asked of it, and it does not have, is asked of the model.
+    """A model for inference. Attributes that it does not have are looked up on the model.
 
     Args:
-        model: is changed in place.
-        dtype: of its floating parameters and buffers.
+        model: moved and converted in place.
+        dtype: dtype of its floating-point parameters and buffers.
 
     Attributes:
         module: the model.
@@ -69,14 +69,14 @@ class InferenceEngine(ModuleHolder):
 def init_inference(
     model: nn.Module, config: str | Path | Mapping[str, Any] | None = None, **keywords: Any
 ) -> InferenceEngine:
-    """Return the model, to run in `dtype` (float16 where none is said, as in DeepSpeed) on the device of this rank.
+    """Return the model in `dtype` (default: float16, as in DeepSpeed) on the device of this rank.
 
     Args:
-        config: DeepSpeed's keys of inference, or the path of a JSON with them.
-        keywords: the same, one by one.
+        config: DeepSpeed's inference keys, or the path of a JSON file with them.
+        keywords: the same keys as keyword arguments.
 
     Raises:
-        ConfigError: a key is not known, is given twice with two values, or asks for what is not available.
+        ConfigError: a key is unknown, has two different values, or requests an unsupported feature.
     """
     read = json.loads(Path(config).read_text()) if isinstance(config, str | Path) else config
     given: dict[str, Any] = dict(read or {})

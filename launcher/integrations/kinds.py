@@ -1,4 +1,4 @@
-"""Classes of DeepSpeed's that scripts ask `isinstance` of, where no such class is here."""
+"""Stand-ins for DeepSpeed classes that scripts only use in `isinstance` checks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from launcher.errors import LauncherError
 
 
 class Kind(type):
-    """A class whose instances are all that `asks` is true of; making one is an error.
+    """Metaclass of classes that cannot be instantiated; their instances are the objects that `asks` accepts.
 
     Attributes:
-        asks: whether something is one.
-        what: that it stands for.
-        fix: what to do instead of making one.
+        asks: returns whether an object is an instance.
+        what: what the class stands for, for the error message.
+        fix: what to do instead of instantiating it.
     """
 
     asks: Callable[[Any], bool]
@@ -31,5 +31,5 @@ class Kind(type):
 
 
 def kind(name: str, asks: Callable[[Any], bool], what: str, fix: str) -> Kind:
-    """Return a class of this kind, by its name."""
+    """Create a class with the metaclass `Kind`."""
     return Kind(name, (), {"asks": staticmethod(asks), "what": what, "fix": fix})

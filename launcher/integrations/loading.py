@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.dataloader.DeepSpeedDataLoader`: a loader that deals a dataset out to the data-parallel ranks."""
+"""`deepspeed.runtime.dataloader.DeepSpeedDataLoader`: shards a dataset over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from launcher.engine.loaders import loader_of, share_of
 
 
 class DeepSpeedDataLoader:
-    """Batches of a dataset; each data-parallel rank has its share.
+    """Loads batches of this data-parallel rank's shard of a dataset.
 
     Args:
-        batch_size: of one rank.
-        data_sampler: default: this rank's share, in random order.
-        tput_timer: started at each batch; None: there is none.
-        local_rank: below 0: there is one process, and rows come in torch's random order.
+        batch_size: batch size per rank.
+        data_sampler: default: this rank's shard, in random order.
+        tput_timer: timer that is started at each batch, or None.
+        local_rank: below 0 for a single process, which reads rows in torch's random order.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""`deepspeed.runtime.fp16.loss_scaler`: loss scales for scripts that scale a loss of their own.
+"""`deepspeed.runtime.fp16.loss_scaler`: loss scalers for scripts that scale their own loss.
 
-An engine has its own scale (`launcher.optim.loss_scale`), by the same rule.
+The engine has its own loss scale (`launcher.optim.loss_scale`), which follows the same rule.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScalerBase:
-    """A factor on a loss.
+    """A loss scaler.
 
     Args:
-        cur_scale: the factor, or the rule that moves it.
+        cur_scale: a fixed scale, or the rule that updates it.
     """
 
     def __init__(self, cur_scale: float | LossScale) -> None:
@@ -49,10 +49,10 @@ class LossScalerBase:
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def update_scale(self, overflow: bool) -> None:
-        """Call once a step.
+        """Update the scale; call once per step.
 
         Raises:
-            LossScaleExhausted: an overflow at the smallest scale.
+            LossScaleExhausted: gradients overflowed at the minimum scale.
         """
         self._rule.update(overflow)
 
@@ -61,7 +61,7 @@ class LossScalerBase:
 
 
 class LossScaler(LossScalerBase):
-    """One that stays."""
+    """A static loss scaler."""
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(scale)
@@ -72,7 +72,7 @@ class LossScaler(LossScalerBase):
 
 
 class DynamicLossScaler(LossScalerBase):
-    """One that doubles after good steps and halves after overflows; arguments as the keys of the section fp16."""
+    """A scale that doubles after good steps and halves after overflows; arguments match the `fp16` keys."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class DynamicLossScaler(LossScalerBase):
         self.raise_error_at_min_scale = raise_error_at_min_scale
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
-        """Return whether a gradient is not finite on this rank."""
+        """Return whether a gradient on this rank is not finite."""
         return any(param.grad is not None and not bool(torch.isfinite(param.grad).all()) for param in params)
 
     def update_scale(self, overflow: bool) -> None:
@@ -115,7 +115,7 @@ def CreateLossScaler(
     dynamic_scaling: bool,
     dynamic_loss_args: dict[str, Any] | None,
 ) -> LossScalerBase:
-    """Return the scaler of the arguments for float16, and one of 1 for other dtypes."""
+    """Return the scaler that the arguments describe for float16, and a static scale of 1 for other dtypes."""
     if dtype is torch.half and dynamic_scaling:
         return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))
     return LossScaler(static_loss_scale if dtype is torch.half else 1.0)

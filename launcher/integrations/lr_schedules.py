@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.lr_schedules`: the five schedules as classes, with the keywords of `scheduler.params`."""
+"""`deepspeed.runtime.lr_schedules`: the five schedules as classes, with `scheduler.params` as keywords."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.optim.schedules import SECOND_BETA, Schedule, deepspeed_schedule
 
 
 class _OfTheJson(type):
-    """A class of which a schedule is also an instance that the engine made, where the JSON names it."""
+    """Metaclass: the engine's own schedule is also an instance of the class that `scheduler.type` names."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         made = isinstance(instance, Schedule) and instance.name
@@ -22,15 +22,15 @@ class _OfTheJson(type):
 
 
 class _Named(Schedule, metaclass=_OfTheJson):
-    """A schedule by its name in the JSON.
+    """A schedule whose class name is its `scheduler.type`.
 
     Args:
-        optimizer: its param_groups are changed in place.
-        positional: the values of `order`.
-        keywords: as in `scheduler.params`; `verbose` is not needed.
+        optimizer: its param_groups are modified in place.
+        positional: values of the keywords in `order`.
+        keywords: as in `scheduler.params`; `verbose` is ignored.
 
     Raises:
-        ConfigError: a keyword is not known, or its value is not valid.
+        ConfigError: a keyword is unknown, or its value is invalid.
     """
 
     order: ClassVar[tuple[str, ...]] = ()
@@ -81,7 +81,7 @@ class LRRangeTest(_Named):
 
 
 def _of_groups(low_or_high: str, what: str) -> Callable[[Schedule], list[float]]:
-    """Return one value for each param group, of a keyword such as `warmup_max_lr` or `cycle_max_mom`."""
+    """Return a getter of the per-group values of a keyword such as `warmup_max_lr` or `cycle_max_mom`."""
 
     def ask(schedule: Schedule) -> list[float]:
         prefix = "cycle" if isinstance(schedule.params, OneCycleParams) else "warmup"
@@ -102,7 +102,7 @@ def _halves(schedule: Schedule) -> tuple[int, int]:
 
 
 def _ratio(schedule: Schedule) -> float:
-    """Return the ratio of the present rates to those that the optimizer came with."""
+    """Return the ratio of the current to the initial learning rate."""
     rates = zip(schedule.get_lr(), schedule.base_lrs, strict=True)
     return next((lr / base for lr, base in rates if base), 0.0)
 
@@ -131,7 +131,7 @@ ATTRIBUTES: Mapping[str, Callable[[Schedule], Any]] = {
     "staircase": _keyword("lr_range_test_staircase"),
     "org_lrs": lambda schedule: list(schedule.base_lrs),
 }
-"""What DeepSpeed's schedules show of their keywords. To read: a change would not reach the curve, so it is an error."""
+"""Read-only attributes of DeepSpeed's schedules: setting one is an error, as the curve would not change."""
 
 for _name, _answer in ATTRIBUTES.items():
     setattr(Schedule, _name, property(_answer))

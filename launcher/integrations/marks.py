@@ -1,8 +1,8 @@
-"""Attributes that DeepSpeed puts on parameters, as scripts read them: `ds_id`, `ds_shape`, `ds_numel`, `ds_status`, ...
+"""DeepSpeed's parameter attributes that scripts read: `ds_id`, `ds_shape`, `ds_numel`, `ds_status`, ...
 
-`hasattr(parameter, "ds_id")` is how libraries ask whether a model is at stage 3, so below that none has it. The
-status is wanted of every parameter, and of modules what they use of others. A parameter that was saved for backward
-comes back as a plain tensor, with the values that are gathered then: it is asked, too.
+Libraries use `hasattr(parameter, "ds_id")` to detect ZeRO-3, so no parameter has it at lower stages. Every
+parameter has `ds_status` and every module `ds_external_parameters`. `ds_status` is set on torch.Tensor
+because a parameter that was saved for backward is returned as a plain tensor, with the gathered values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _status(parameter: Tensor) -> ZeroParamStatus:
 
 
 def _number(parameter: ShardedParameter) -> int:
-    """Return the same for all that stand for one parameter."""
+    """Return an id that is the same for all objects that represent one parameter."""
     holder: Any = parameter.zero_holder
     if not hasattr(holder, "ds_id"):
         holder.ds_id = next(_NUMBERS)
@@ -69,8 +69,8 @@ def _absent(name: str) -> Callable[[Any], Any]:
 
 
 def mark_small(module: nn.Module) -> None:
-    """Mark parameters, too, that stay whole at stage 3 because they are small: who counts the parameters of such a
-    model asks each of them."""
+    """Mark the small parameters that stay unsharded at stage 3, too: libraries that count parameters read the
+    attributes of each."""
     for parameter in module.parameters():
         if not isinstance(parameter, ShardedParameter):
             small = {"ds_id": next(_NUMBERS), "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
@@ -80,7 +80,7 @@ def mark_small(module: nn.Module) -> None:
 
 
 def _share(parameter: Tensor) -> int:
-    """Return the elements of a parameter that a rank holds, on average: slices are of a unit, not of each parameter."""
+    """Return the average elements of a parameter per rank: whole units are sharded, not single parameters."""
     return -(-parameter.numel() // dist.get_world_size())
 
 
@@ -96,10 +96,10 @@ setattr(nn.Module, "ds_external_parameters", lambda module: ())  # noqa: B010
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Return whether it is a parameter in shards."""
+    """Return whether an object is a sharded parameter."""
     return isinstance(parameter, ShardedParameter)
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether a module is marked as one unit with all inside it."""
+    """Return whether a module is marked as a leaf: one unit with all its submodules."""
     return bool(getattr(model, FLAG, False))

@@ -1,8 +1,8 @@
-"""`estimate_zero2_model_states_mem_needs` and its kin: memory of the model's states under ZeRO 2 and 3, by launcher's
-own rule, in DeepSpeed's form.
+"""`estimate_zero2_model_states_mem_needs` and its variants: model-state memory under ZeRO-2 and ZeRO-3.
 
-Mixed precision with Adam: 2 bytes a parameter, 2 its gradient, 12 its fp32 copy and two states. Activations are not in
-it: `launch memory-estimate` traces the model and knows them.
+The estimate follows launcher's own rule and is printed in DeepSpeed's form. Mixed precision with Adam takes 2
+bytes per parameter, 2 for its gradient, and 12 for its fp32 copy and two states. Activations are not
+included: `launch memory-estimate` traces the model and includes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-WEIGHT, GRADIENT, STATES = 2, 2, 12  # bytes a parameter
+WEIGHT, GRADIENT, STATES = 2, 2, 12  # bytes per parameter
 GIB = 2**30
 FACTOR = 1.5
 
@@ -23,11 +23,11 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = FACTOR,
 ) -> tuple[int, int]:
-    """Return the bytes of host memory of a node, and of device memory of a rank.
+    """Return the bytes of host memory per node, and of device memory per rank.
 
     Args:
-        cpu_offload: master weights, states and the gradients that they need rest in host memory.
-        additional_buffer_factor: host memory is that much more than what the states take.
+        cpu_offload: master weights, optimizer states and the gradients they need are stored in host memory.
+        additional_buffer_factor: ratio of the host memory to the size of the states.
     """
     ranks = num_gpus_per_node * num_nodes
     whole = WEIGHT * total_params
@@ -47,13 +47,12 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = FACTOR,
 ) -> tuple[int, int, int]:
-    """Return the bytes of host memory of a node, of device memory of a rank, and of the largest layer while it is
-    gathered.
+    """Return the bytes of host memory per node, of device memory per rank, and of the largest gathered layer.
 
     Args:
-        largest_layer_params: of the largest unit that is gathered at once.
-        cpu_offload_params: shards of parameters rest in host memory.
-        zero_init: the model is built in shards; false: each rank of a node builds it whole in host memory, in fp32.
+        largest_layer_params: parameters of the largest unit that is gathered at once.
+        cpu_offload_params: parameter shards are stored in host memory.
+        zero_init: the model is built sharded; false: each rank builds the full model in host memory, in fp32.
     """
     ranks = num_gpus_per_node * num_nodes
     largest = (WEIGHT + GRADIENT) * largest_layer_params

@@ -1,4 +1,4 @@
-"""`deepspeed.monitor`: the writers of metrics that a JSON names, together and one by one, without an engine."""
+"""`deepspeed.monitor`: metric writers as configured, together or separately, for use without an engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Monitor"]
 
 
 class MonitorMaster(Monitor):
-    """Sends (name, value, samples) to TensorBoard, CSV files, Weights & Biases and Comet. Rank 0 writes.
+    """Writes (name, value, samples) to TensorBoard, CSV files, Weights & Biases and Comet, on rank 0 only.
 
     Args:
-        monitor_config: `DeepSpeedConfig(...).monitor_config`, or the JSON's sections as a dict.
+        monitor_config: `DeepSpeedConfig(...).monitor_config`, or the config's monitor sections as a dict.
     """
 
     def __init__(self, monitor_config: DeepSpeedConfig | DeepSpeedMonitorConfig | Mapping[str, Any]) -> None:
@@ -36,10 +36,10 @@ class MonitorMaster(Monitor):
 
 
 class _One(MonitorMaster):
-    """One of them.
+    """A monitor with a single writer.
 
     Args:
-        section: of the JSON; its keys are attributes.
+        section: its config section; the keys are available as attributes.
     """
 
     name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Helpers of DeepSpeed's for things inside of things: attributes by dotted names, tensors in containers, versions."""
+"""DeepSpeed helpers for nested objects: attributes by dotted name, tensors in containers, versions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["required_torch_version"]
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """Return what a dotted name leads to."""
+    """Return the attribute with a dotted name."""
     return reduce(getattr, module_name.split("."), model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Put something where a dotted name leads."""
+    """Set the attribute with a dotted name."""
     owner, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, owner) if owner else model, name, module)
 
@@ -34,5 +34,5 @@ def apply_to_tensors_only(
 
 
 def register_grad_hook(param: nn.Parameter, hook: Callable[..., Any]) -> Any:
-    """Call hook(param) when its gradient is there."""
+    """Register a hook that is called as hook(param) once the gradient is accumulated."""
     return param.register_post_accumulate_grad_hook(hook)

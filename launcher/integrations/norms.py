@@ -1,7 +1,7 @@
-"""`deepspeed.runtime.utils`: norms of tensors that this process has whole, and small helpers around them.
+"""`deepspeed.runtime.utils`: norms of unsharded tensors, and small helpers around them.
 
-The engine clips what it steps by itself (`gradient_clipping`); these are for scripts that have gradients of their own.
-A model-parallel unit (`mpu`) adds up over its group what is split over it.
+The engine clips its own gradients (`gradient_clipping`); these functions are for scripts with gradients of
+their own. With a model-parallel unit (`mpu`), norms are reduced over its model-parallel group.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ EPSILON = 1e-6
 
 
 class DummyOptim:
-    """A stand-in for an optimizer where there is nothing to step.
+    """A placeholder optimizer with nothing to step.
 
     Args:
-        params: its one group.
+        params: parameters of its only param group.
     """
 
     def __init__(self, params: Any) -> None:
@@ -39,14 +39,14 @@ class DummyOptim:
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """Return the norm of all from the norms of parts."""
+    """Return the global norm, given the norms of its parts."""
     return math.sqrt(sum(norm**2 for norm in norm_list))
 
 
 def get_global_norm_of_tensors(
     input_tensors: Sequence[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> float:
-    """Return the norm of all elements; -1 where it is not finite.
+    """Return the norm of all elements, or -1 if it is not finite.
 
     Args:
         norm_type: 2, another power, or infinity.
@@ -61,7 +61,7 @@ def clip_tensors_by_global_norm(
     mpu: Any = None,
     eps: float = EPSILON,
 ) -> float:
-    """Scale the tensors in place until their norm is at most `max_norm`; returns the norm before."""
+    """Scale the tensors in place so that their norm is at most `max_norm`; return the original norm."""
     norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
     if (factor := norm / (max_norm + eps)) > 1:
         for tensor in input_tensors:
@@ -72,9 +72,9 @@ def clip_tensors_by_global_norm(
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> float:
-    """Scale the gradients in place until their norm is at most `max_norm`; returns the norm before.
+    """Scale the gradients in place so that their norm is at most `max_norm`; return the original norm.
 
-    Where an engine has the parameters, it clips when it steps, and counts what is split over ranks by itself.
+    For parameters of an engine, the engine clips in its next step and accounts for sharding itself.
     """
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if any(engine.zero.find_slot(owner) is not None for engine in ENGINES for owner in owners):
@@ -102,14 +102,14 @@ def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2,
 
 
 def is_counted(parameter: Tensor, mpu: Any) -> bool:
-    """Return whether this rank counts a parameter: one that all model-parallel ranks have is counted by the first."""
+    """Return whether this rank counts a parameter: only model-parallel rank 0 counts replicated ones."""
     if mpu is None or is_model_parallel_parameter(parameter):
         return True
     return int(bwc_tensor_model_parallel_rank(mpu)) == 0
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
-    """Return whether a parameter is marked as split over ranks."""
+    """Return whether a parameter is marked as sharded over model-parallel ranks."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
@@ -128,23 +128,23 @@ def _norm(tensors: Sequence[Tensor], kind: float, mpu: Any) -> float:
 
 
 def is_invalid_grad_norm(norm: float | Tensor) -> bool:
-    """Return whether it is what a norm that is not finite becomes."""
+    """Return whether a norm is invalid: -1, or not finite."""
     value = float(norm)
     return value == -1 or not math.isfinite(value)
 
 
 def has_inf_or_nan(x: Tensor) -> Tensor:
-    """Return whether an element is not finite, as a tensor."""
+    """Return whether any element is not finite, as a bool tensor."""
     return ~torch.isfinite(x).all()
 
 
 def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: float = -1.0) -> None:
-    """Put `val` in the place of what is not finite."""
+    """Replace elements that are not finite with `val`."""
     input.masked_fill_(~torch.isfinite(input), val)
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """Return how a call is written: `base(1, b=2)`."""
+    """Format a call as source text: `base(1, b=2)`."""
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
 
 
@@ -154,13 +154,13 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Return the bytes of all tensors inside."""
+    """Return the total bytes of all tensors in a container."""
     leaves = tree_flatten(item)[0]
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
-    """Return whether two containers have equal tensors in equal places."""
+    """Return whether two containers have the same structure and equal leaves."""
     (one, shape), (other, shape_of_other) = tree_flatten(inputs1), tree_flatten(inputs2)
     if shape != shape_of_other:
         return False
@@ -171,7 +171,7 @@ def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
 
 
 def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """Return the tensors, and one of zeros that makes their number of elements a multiple of `alignment`."""
+    """Return the tensors, plus a zero tensor that pads their total size to a multiple of `alignment`."""
     rest = -sum(tensor.numel() for tensor in tensor_list) % alignment
     if not rest:
         return list(tensor_list)
@@ -185,12 +185,12 @@ def filter_empty_parameters(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def is_optimized_parameter(param: nn.Parameter) -> bool:
-    """Return whether an optimizer has something to step in it."""
+    """Return whether a parameter requires gradients and is not empty."""
     return param.requires_grad and param.numel() > 0
 
 
 def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int | None:
-    """Return the bytes of a checkpoint; None on ranks that are not the first of their machine."""
+    """Return the bytes of a checkpoint, or None if `local_rank` is given and not 0."""
     if local_rank not in (None, 0):
         return None
     return sum(path.stat().st_size for path in Path(save_dir, str(tag)).rglob("*") if path.is_file())

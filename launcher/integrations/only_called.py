@@ -1,5 +1,7 @@
-"""Names of DeepSpeed's that can be imported, and are an error when they are called: scripts import them at the top and
-use them in a branch. Data, and the class that stands for each; why it is not available is in `refused.py`."""
+"""DeepSpeed names that can be imported but raise an error when called.
+
+Scripts import such names at the top and use them in a branch only. This module lists the names and creates
+the class that stands for each; the reasons why they are not available are in `refused.py`."""
 
 from __future__ import annotations
 
@@ -66,12 +68,11 @@ _CALLS: Mapping[str, str] = {
 }
 
 ONLY_CALLS: Mapping[str, tuple[str, ...]] = {module: tuple(names.split()) for module, names in _CALLS.items()}
-"""Module -> its names of this kind."""
+"""Module -> its names that can only be imported."""
 
 
 def only_called(module: str, name: str) -> type | None:
-    """Return a class that stands for a name of `ONLY_CALLS`, and says at its call that it is not available; None for
-    others."""
+    """Return a class for a name in `ONLY_CALLS`, which raises `NotHere` when called; None for other names."""
     if name not in ONLY_CALLS.get(module, ()):
         return None
     below = f"{module}.{name}" if module else name
@@ -86,7 +87,7 @@ def only_called(module: str, name: str) -> type | None:
 
 
 class _Refused(type):
-    """The metaclass of a class that is not available: asking the class for anything is an error, too."""
+    """Metaclass of a class that is not available: accessing its attributes is an error, too."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer classes, for `isinstance(engine.optimizer, ...)`: here one class steps at every stage."""
+"""DeepSpeed's optimizer classes, for `isinstance(engine.optimizer, ...)`; the engine itself has only one."""
 
 from __future__ import annotations
 

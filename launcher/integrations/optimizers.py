@@ -1,6 +1,6 @@
-"""DeepSpeed's optimizers as classes: torch's, or ours, with the arguments that scripts give.
+"""DeepSpeed's optimizer classes: torch's or launcher's optimizers with DeepSpeed's arguments.
 
-The engine steps them as it steps the classes below them (`steps_as`), whatever device the weights rest on.
+The engine steps each one like the class in `steps_as`, regardless of the device that stores the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Adam(torch.optim.Adam):
     """torch's Adam or AdamW.
 
     Args:
-        decoupled: weight decay is AdamW's.
+        decoupled: use AdamW's decoupled weight decay.
 
     Raises:
         ConfigError: `bias_correction` is false.
@@ -36,12 +36,12 @@ class _Adam(torch.optim.Adam):
             )
         options["decoupled_weight_decay"] = decoupled
         super().__init__(params, fused=True, **options)
-        if unwrap(type(self).step) is unwrap(torch.optim.Adam.step):  # a subclass may step otherwise
+        if unwrap(type(self).step) is unwrap(torch.optim.Adam.step):  # a subclass may override step()
             self.steps_as = torch.optim.AdamW if decoupled else torch.optim.Adam
 
 
 class _OfTheJson(type):
-    """A class of which the optimizer of an engine is also an instance, at stage 0, where the JSON says Adam."""
+    """Metaclass: an engine's optimizer is also an instance, at stage 0 with type Adam or AdamW."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
@@ -166,10 +166,10 @@ class FusedLamb(Lamb):
 
 
 class MultiTensorApply:
-    """Calls a function of many tensors with the size of its chunks.
+    """Calls a multi-tensor function with a fixed chunk size.
 
     Args:
-        chunk_size: elements that the function works on at a time.
+        chunk_size: elements that the function processes at a time.
     """
 
     def __init__(self, chunk_size: int) -> None:

@@ -1,5 +1,7 @@
-"""`deepspeed.runtime.utils`: tensors that scripts cut over a process group themselves, as Megatron cuts what stages
-send each other. The engine's own shards are in `launcher.zero`."""
+"""`deepspeed.runtime.utils`: tensors that scripts partition over a process group themselves.
+
+Megatron partitions the tensors that pipeline stages exchange in this way. The engine's own shards are in
+`launcher.zero`."""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from launcher.integrations.utilities import partition_uniform
 
 
 class PartitionedTensor:
-    """This rank's part of a tensor that every rank of a group has.
+    """This rank's part of a tensor that is partitioned over a group.
 
     Args:
-        tensor: the whole one, the same on every rank.
-        group: the ranks that share it.
+        tensor: the full tensor, the same on every rank.
+        group: the ranks to partition it over.
     """
 
     def __init__(self, tensor: Tensor, group: Any, partition_meta: Any = None) -> None:
@@ -33,10 +35,10 @@ class PartitionedTensor:
 
     @classmethod
     def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> PartitionedTensor:
-        """Build from what `to_meta()` and `data()` gave on a rank of another group that has the same place in it.
+        """Build from the `to_meta()` and `data()` of the rank with the same index in another group.
 
         Raises:
-            LauncherError: it was cut for another number of ranks, or for another rank.
+            LauncherError: the tensor was partitioned for another group size, or for another rank.
         """
         dims, *numbers = meta.tolist()
         size, (parts, rank), partition = numbers[:dims], numbers[dims : dims + 2], numbers[dims + 2 :]
@@ -52,15 +54,15 @@ class PartitionedTensor:
         return made
 
     def to_meta(self) -> Tensor:
-        """Return how it was cut: number of dimensions, sizes, parts, this rank, where parts begin, and the end."""
+        """Return the layout: number of dimensions, sizes, number of parts, this rank, and part boundaries."""
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
 
     def full(self, device: Any = None) -> Tensor:
-        """Return the whole tensor. Every rank of the group must ask."""
+        """Return the full tensor. Every rank of the group must call this."""
         flat = self.local_data.new_zeros(math.prod(self.orig_size))
         flat[slice(*self.partition[self.rank : self.rank + 2])] = self.local_data
-        dist.all_reduce(flat, group=self.group)  # parts may differ by one element: a sum with zeros is exact
+        dist.all_reduce(flat, group=self.group)  # parts may differ by one element; a sum with zeros is exact
         return flat.view(self.orig_size).to(device or self.orig_device)
 
     def data(self) -> Tensor:
@@ -78,12 +80,12 @@ def all_gather_into_tensor_dp_groups(
     partitioned_param_groups: Sequence[Sequence[Tensor]],
     dp_process_group: Sequence[Any],
 ) -> None:
-    """Fill flat buffers whose parts ranks have changed.
+    """All-gather flat buffers after each rank has updated its own part.
 
     Args:
-        groups_flat: buffers, each with equal parts for the ranks of its group.
-        partitioned_param_groups: the parts of each, views of it.
-        dp_process_group: the group of each.
+        groups_flat: flat buffers, each with equal parts for the ranks of its group.
+        partitioned_param_groups: the parts of each buffer, as views of it.
+        dp_process_group: the process group of each buffer.
     """
     for flat, parts, group in zip(groups_flat, partitioned_param_groups, dp_process_group, strict=True):
         if dist.get_world_size(group) > 1:
@@ -98,5 +100,5 @@ def all_gather_dp_groups(
     start_alignment_factor: int,
     allgather_bucket_size: int,
 ) -> None:
-    """Gather as `all_gather_into_tensor` does; in one piece, whatever the size of buckets."""
+    """Gather each buffer with a single `all_gather_into_tensor`; the bucket size is ignored."""
     all_gather_into_tensor_dp_groups(groups_flat, partitioned_param_groups, dp_process_group)

@@ -1,8 +1,8 @@
-"""`deepspeed.runtime.pipe.schedule`: a schedule as lists of instructions, one list a moment.
+"""`deepspeed.runtime.pipe.schedule`: pipeline schedules as lists of instructions, one list per clock tick.
 
-The moments of one forward, one backward: stage s of S computes the forward of microbatch m at moment s + 2m, and its
-backward at 2S - 1 - s + 2m. What a stage has computed travels at the next moment, when the neighbour needs it.
-The engine runs its own schedules (`pipeline.schedule` of the JSON); these are for those that read, draw or test one.
+In 1F1B, stage s of S computes the forward of microbatch m at tick s + 2m, and its backward at
+2S - 1 - s + 2m. Results are sent at the next tick, when the neighbour needs them. The engine runs its own
+schedules (`pipeline.schedule`); these are for programs that read, draw or test a schedule.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class PipeInstruction:
-    """One thing to do; its keywords are its attributes."""
+    """An instruction; its keyword arguments become attributes."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -26,7 +26,7 @@ class PipeInstruction:
 
 
 class BufferOpInstruction(PipeInstruction):
-    """One that works on a buffer of a microbatch in flight."""
+    """An instruction that operates on the buffer of a microbatch in flight."""
 
     def __init__(self, buffer_id: int, **kwargs: Any) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
@@ -63,12 +63,12 @@ class RecvGrad(BufferOpInstruction): ...
 
 
 class PipeSchedule(ABC):
-    """The work of one stage.
+    """The schedule of one stage.
 
     Args:
-        micro_batches: of an optimizer step.
-        stages: of the pipeline.
-        stage_id: of this one.
+        micro_batches: number of microbatches per optimizer step.
+        stages: number of pipeline stages.
+        stage_id: index of this stage.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
@@ -78,10 +78,10 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Return the instructions of each moment."""
+        """Yield the instructions of each tick."""
 
     def num_pipe_buffers(self) -> int:
-        """Return the buffers that are needed; instructions name them from 0."""
+        """Return the number of buffers that are needed; instructions count them from 0."""
         return self.micro_batches
 
     @property
@@ -124,7 +124,7 @@ class PipeSchedule(ABC):
 
 
 class TrainSchedule(PipeSchedule):
-    """One forward, one backward."""
+    """The 1F1B schedule."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         last = 2 * (self.micro_batches + self.stages - 1) - 1
@@ -135,11 +135,11 @@ class TrainSchedule(PipeSchedule):
             yield now
 
     def num_pipe_buffers(self) -> int:
-        """Return the microbatches that are in flight together, and two at least."""
+        """Return the maximum number of microbatches in flight, but at least two."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _forward_at(self, moment: int) -> int | None:
-        """Return the microbatch whose forward this stage computes then."""
+        """Return the microbatch whose forward this stage computes at a tick, or None."""
         return self._of(moment - self.stage_id)
 
     def _backward_at(self, moment: int) -> int | None:
@@ -172,7 +172,7 @@ class TrainSchedule(PipeSchedule):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards only: microbatch m is at stage s at moment s + m."""
+    """Forward only: stage s computes microbatch m at tick s + m."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for moment in range(self.micro_batches + self.stages - 1):
@@ -182,7 +182,7 @@ class InferenceSchedule(PipeSchedule):
         return 2
 
     def _at(self, number: int) -> Iterator[PipeInstruction]:
-        # Neighbours of even and odd stages meet: one sends first, the other receives first.
+        # Even stages send first and odd stages receive first, so that the calls of neighbours match.
         receives = (
             [RecvActivation(number % 2)]
             if self._valid_micro_batch(number) and not self.is_first_stage
@@ -200,7 +200,7 @@ class InferenceSchedule(PipeSchedule):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """No pipeline: every microbatch forward and backward, then the step."""
+    """No pipeline: forward and backward of every microbatch, then the optimizer step."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for number in range(self.micro_batches):

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's that a program uses before there is an engine, and that import none."""
+"""DeepSpeed names that programs use before there is an engine. This module does not import the engine."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed from the environment, or as the arguments say.
+    """Initialize torch.distributed from the environment or the arguments.
 
     Args:
-        dist_backend: not needed: NCCL for CUDA tensors, gloo for CPU tensors. None is what accelerate says where it
-            has found no accelerator.
-        auto_mpi_discovery, verbose, config: not needed; ranks of mpirun are always found.
-        distributed_port: where ranks of mpirun meet, if MASTER_PORT does not say it.
-        timeout: of a collective.
+        dist_backend: ignored: NCCL is used for CUDA tensors, gloo for CPU tensors. accelerate passes None if
+            it has found no accelerator.
+        auto_mpi_discovery, verbose, config: unused; ranks started by mpirun are always detected.
+        distributed_port: rendezvous port for ranks started by mpirun, if MASTER_PORT is not set.
+        timeout: timeout of a collective.
         init_method, rank, world_size: as for torch.distributed.init_process_group().
-        dist_init_required: false: there must be a process group already.
+        dist_init_required: if false, a process group must already exist.
 
     Raises:
-        LauncherError: there is none, and none is to be made.
+        LauncherError: there is no process group, and `dist_init_required` is false.
     """
     if dist_init_required is False and not dist.is_initialized():
         raise LauncherError(
@@ -59,38 +59,41 @@ def init_distributed(
 
 
 def mpi_discovery(distributed_port: int = PORT, verbose: bool = True) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT by what mpirun set."""
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of mpirun."""
     from launcher.comm.started_by import take_ranks
 
     take_ranks(port=distributed_port)
 
 
 def is_initialized() -> bool:
-    """Return whether there is a process group. accelerate asks just before it looks for its backend."""
+    """Return whether there is a process group.
+
+    accelerate calls this just before it reads its backend, so the backend is set here.
+    """
     if dist.is_initialized():
         _tell_accelerate()
     return dist.is_initialized()
 
 
 def _tell_accelerate() -> None:
-    """Set accelerate's backend: on a host without an accelerator it believes that there is one process."""
+    """Set accelerate's backend: on a host without an accelerator it assumes a single process."""
     state = _state_of_accelerate()
     if "backend" in state and state["backend"] is None:
         state["backend"] = "gloo"
 
 
 def _state_of_accelerate() -> dict[str, Any]:
-    """Return what it has found out about the processes, to be changed; empty where it has not looked yet."""
+    """Return accelerate's mutable process state; empty if accelerate has not initialized it yet."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)
     return shared if isinstance(shared, dict) else {}
 
 
 def check_accelerate() -> None:
-    """Check that every rank knows that it is one of several, or all train on the same data.
+    """Check accelerate's number of processes: if it is wrong, all ranks train on the same data.
 
     Raises:
-        LauncherError: accelerate counts other processes than there are.
+        LauncherError: accelerate's number of processes differs from the world size.
     """
     counted = _state_of_accelerate().get("num_processes")
     if counted is not None and counted != dist.get_world_size():

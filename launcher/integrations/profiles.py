@@ -1,6 +1,7 @@
-"""`deepspeed.profiling.flops_profiler`: operations and time of a model's forward, without an engine.
+"""`deepspeed.profiling.flops_profiler`: FLOPs and time of a model's forward, without an engine.
 
-Operations are torch's own formulas for what ran, as in the JSON's section flops_profiler; a multiply-add counts twice.
+FLOPs are computed with torch's formulas for the executed operators, as in the `flops_profiler` section; a
+multiply-add counts as two.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class FlopsProfiler:
 
     Args:
         model: any module.
-        ds_engine: not needed.
-        recompute_fwd_factor: share of the forward that backward runs again; not needed: it is measured.
+        ds_engine: unused.
+        recompute_fwd_factor: fraction of the forward that is recomputed in the backward; unused, as it is
+            measured.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -36,8 +38,10 @@ class FlopsProfiler:
         self._seconds = 0.0
 
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
-        """Start counting.
-        ignore_list: classes whose modules are left out; refused.
+        """Start counting and timing.
+
+        Args:
+            ignore_list: must be empty: module classes cannot be excluded.
         """
         if ignore_list:
             raise LauncherError("ignore_list leaves modules out, which is not available", fix="leave it out")
@@ -57,7 +61,7 @@ class FlopsProfiler:
         self._seconds, self.started = 0.0, False
 
     def end_profile(self) -> None:
-        """Forget what was measured."""
+        """Discard the measurements."""
         self.reset_profile()
 
     def get_total_flops(self, as_string: bool = False) -> Any:
@@ -87,7 +91,7 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the whole, and a line for each module, or write them into a file."""
+        """Print the totals and a line for each module, or write them to a file."""
         lines = [
             f"profile of step {profile_step}: {self.get_total_params(True)} parameters, "
             f"{self.get_total_flops(True)} floating-point operations of a forward, {self.get_total_duration(True)}"
@@ -101,7 +105,7 @@ class FlopsProfiler:
         path.write_text("\n".join(lines) + "\n")
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the modules that take most, of each depth."""
+        """Print the modules with the most FLOPs at each depth."""
         by_depth: dict[int, list[tuple[int, str]]] = {}
         for name, flops in self._meter.counts.flops.items():
             by_depth.setdefault(name.count(".") + 1 if name else 0, []).append((flops, name))
@@ -141,11 +145,11 @@ def get_model_profile(
     ignore_modules: Sequence[type] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Return (operations, multiply-adds, parameters) of one forward.
+    """Return (FLOPs, MACs, parameters) of one forward.
 
     Args:
-        input_shape: of one tensor of random numbers; else args and kwargs are the inputs.
-        warm_up: forwards before it.
+        input_shape: shape of a single random input tensor; if None, args and kwargs are the inputs.
+        warm_up: number of forwards before the profiled one.
         mode: "forward", or "generate".
     """
     if input_shape is not None:
@@ -178,7 +182,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """Return the number with K, M, G or T."""
+    """Format a number with the suffix K, M, G or T."""
     scales = {**{name: scale for name, scale in SCALES}, "": 1.0, "m": 1e-3, "u": 1e-6}
     if units is None:
         units = next((name for name, scale in SCALES if num >= scale), "")

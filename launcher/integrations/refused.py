@@ -1,7 +1,6 @@
-"""The names of DeepSpeed's Python that are not available: why, and what to write instead. Data, and the errors that say
-it.
+"""DeepSpeed names that are not available: the reasons, the alternatives, and the errors that report them.
 
-One table for people (docs/deepspeed_api.md is written from it) and for scripts (the error of a missing name says it).
+One table serves people (docs/deepspeed_api.md is written from it) and scripts (error messages quote it).
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ ELSEWHERE = "with DeepSpeed installed, `launch --no_deepspeed_shim ...` runs the
 
 
 class NotHere(LauncherError, AttributeError):
-    """A name of DeepSpeed's that is not available."""
+    """A DeepSpeed name that is not available."""
 
 
 class NoSuchModule(LauncherError, ModuleNotFoundError):
-    """A module of DeepSpeed's that is not available."""
+    """A DeepSpeed module that is not available."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Refusal:
     """The reason why something is not available.
 
     Args:
-        why: one sentence without its end.
-        instead: what to write instead; "" where only DeepSpeed itself will do.
+        why: one sentence, without the period.
+        instead: what to use instead; "" if only DeepSpeed itself provides it.
     """
 
     why: str
@@ -132,7 +131,7 @@ ENGINE: Mapping[Refusal, str] = {
         "the engine keeps no copy of what initialize() was given", "keep it yourself"
     ): "client_optimizer client_lr_scheduler basic_optimizer collate_fn training_data",
 }
-"""Why -> methods and attributes of the engine."""
+"""Reason -> methods and attributes of DeepSpeed's engine."""
 
 REFUSED: Mapping[str, Refusal] = {
     "accelerator": DEVICES,
@@ -282,7 +281,7 @@ REFUSED: Mapping[str, Refusal] = {
     "utils.static_cache": INFERENCE,
     "utils.zero_to_fp32": CONVERSION,
     "utils.zero_to_torch": CONVERSION,
-    # of the package itself
+    # top-level names
     "DeepSpeedHybridEngine": INFERENCE,
     "DeepSpeedInferenceConfig": INFERENCE,
     "DeepSpeedTransformerConfig": KERNELS,
@@ -299,8 +298,7 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     "default_inference_config": INFERENCE,
 }
-"""Name below `deepspeed`, or the beginning of one, whole between its dots -> why it is not available. The longest
-counts."""
+"""Dotted name below `deepspeed`, or a dotted prefix -> why it is not available. The longest match is used."""
 
 _ALL = Refusal("launcher's engine has no such name")
 
@@ -315,10 +313,10 @@ def refusal_of(name: str) -> Refusal:
 
 
 def missing(name: str, shown: str = "") -> tuple[str, dict[str, str]]:
-    """Return the words of the error about a name below `deepspeed`.
+    """Return the message and the keyword arguments of the error about a name below `deepspeed`.
 
     Args:
-        shown: what the script wrote, where it is something else.
+        shown: the name as the script wrote it, if different.
     """
     refusal = refusal_of(name)
     fix = f"{refusal.instead}; {ELSEWHERE}" if refusal.instead else ELSEWHERE

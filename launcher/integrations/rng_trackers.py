@@ -1,8 +1,7 @@
-"""Random numbers that model-parallel ranks share, and those that they do not: Megatron's tracker, as
-`deepspeed.checkpointing` has it.
+"""Megatron's RNG state tracker for model-parallel ranks, as provided by `deepspeed.checkpointing`.
 
-The default generator of the device draws the same numbers on all ranks of a model-parallel group; inside
-`get_cuda_rng_tracker().fork()` each draws its own. Source: Shoeybi et al. 2019, arXiv:1909.08053.
+The device's default generator draws the same numbers on all ranks of a model-parallel group; inside
+`get_cuda_rng_tracker().fork()` each rank draws different ones. Source: Shoeybi et al. 2019, arXiv:1909.08053.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from launcher.errors import LauncherError
 from launcher.integrations.accelerator import get_accelerator
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
-APART = 2718  # Megatron's distance between the seeds that are shared and those that are not
+APART = 2718  # Megatron's offset between the shared seed and the per-rank seeds
 
 
 class CudaRNGStatesTracker:
-    """States of the device's generator by name."""
+    """Named states of the device's random generator."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all."""
+        """Remove all states."""
         self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
 
@@ -38,10 +37,10 @@ class CudaRNGStatesTracker:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a stream of random numbers.
+        """Add a state, seeded with `seed`.
 
         Raises:
-            LauncherError: the name or the seed is taken.
+            LauncherError: the name or the seed is already in use.
         """
         if seed in self.seeds_ or name in self.states_:
             taken = f"seed {seed}" if seed in self.seeds_ else f"the name {name!r}"
@@ -58,10 +57,10 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        """Inside, random numbers come from the stream `name`.
+        """Draw random numbers from the state `name` inside the context.
 
         Raises:
-            LauncherError: there is none.
+            LauncherError: there is no state with this name.
         """
         if name not in self.states_:
             raise LauncherError(
@@ -82,19 +81,19 @@ _CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """Return the one of this process."""
+    """Return the tracker of this process."""
     return _CUDA_RNG_STATE_TRACKER
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device: the default stream alike on all model-parallel ranks, the tracker's by their rank."""
+    """Seed the default generator equally on all model-parallel ranks, and the tracker's state per rank."""
     _CUDA_RNG_STATE_TRACKER.reset()
     get_accelerator().manual_seed(seed)
     _CUDA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + APART + _rank())
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the tracker's stream again."""
+    """Reseed the tracker's model-parallel state."""
     _CUDA_RNG_STATE_TRACKER.states_.pop(_MODEL_PARALLEL_RNG_TRACKER_NAME, None)
     _CUDA_RNG_STATE_TRACKER.seeds_.discard(seed + APART + _rank())
     _CUDA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + APART + _rank())
@@ -115,7 +114,7 @@ def _rank() -> int:
 
 
 def detach_variable(inputs: Any, device: Any = None) -> tuple[Any, ...]:
-    """Return the inputs with tensors that begin a graph of their own."""
+    """Return the inputs with their tensors detached; `requires_grad` is kept."""
     if not isinstance(inputs, tuple):
         raise LauncherError(f"detach_variable() takes a tuple of tensors, not a {type(inputs).__name__}")
     found = []
@@ -129,7 +128,7 @@ def detach_variable(inputs: Any, device: Any = None) -> tuple[Any, ...]:
 
 
 def extract_tensors(all_objects: Any) -> tuple[Any, Any, tuple[bool, ...]]:
-    """Return the tensors, the others, and which was which."""
+    """Return the tensors, the other objects, and for each object whether it is a tensor."""
     flags = tuple(isinstance(item, Tensor) for item in all_objects)
     tensors = [item for item in all_objects if isinstance(item, Tensor)]
     others = [item for item in all_objects if not isinstance(item, Tensor)]
@@ -138,13 +137,13 @@ def extract_tensors(all_objects: Any) -> tuple[Any, Any, tuple[bool, ...]]:
 
 
 def merge_tensors(tensor_objects: Any, non_tensor_objects: Any, tensor_flags: Any) -> tuple[Any, ...]:
-    """Return what `extract_tensors` took apart."""
+    """Recombine the results of `extract_tensors`."""
     tensors, others = iter(tensor_objects), iter(non_tensor_objects)
     return tuple(next(tensors) if flag else next(others) for flag in tensor_flags)
 
 
 def get_partition_size(item: Tensor) -> int:
-    """Return the elements of a tensor that each model-parallel rank keeps."""
+    """Return the number of elements of a tensor that each model-parallel rank stores."""
     degree = _degree()
     if item.numel() % degree:
         raise LauncherError(f"{item.numel()} elements cannot be split over {degree} model-parallel ranks")
@@ -152,7 +151,7 @@ def get_partition_size(item: Tensor) -> int:
 
 
 def get_partition_start(item: Tensor) -> int:
-    """Return the first of them of this rank."""
+    """Return the index of the first element that this rank stores."""
     return get_partition_size(item) * (_rank() if _degree() > 1 else 0)
 
 

@@ -1,4 +1,4 @@
-"""Sections of the JSON as DeepSpeed's classes: to make from keywords, to read by its names of attributes."""
+"""DeepSpeed's classes for config sections: constructed from keywords, read by DeepSpeed's attribute names."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class _Shown:
-    """A section, by DeepSpeed's names.
+    """A config section under DeepSpeed's attribute names.
 
     Args:
-        section: of a JSON that was read; else its keys are given by name.
+        section: section of a loaded config; if None, the section is built from `keys`.
 
     Raises:
-        ValidationError: a key is not known, or its value is not valid; pydantic's, as in DeepSpeed.
+        ValidationError: a key is unknown, or its value is invalid. This is pydantic's error, as in DeepSpeed.
     """
 
     module: ClassVar[str]
-    """The module of DeepSpeed's class."""
+    """Module of DeepSpeed's class."""
     path: ClassVar[tuple[str, ...]]
-    """Where the section is in the JSON."""
+    """Path of the section in the JSON."""
     prefix: ClassVar[str] = ""
-    """The prefix that the keys of the JSON may have."""
+    """Optional prefix of the section's keys in the JSON."""
 
     def __init__(self, section: Section | None = None, **keys: Any) -> None:
         self._section: Any = self._read(keys) if section is None else section
@@ -82,19 +82,18 @@ class _Shown:
 
 
 def _nested(path: tuple[str, ...], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON with a section in its place."""
+    """Return a config tree with the keys at the path of the section."""
     tree = dict(keys)
     for name in reversed(path):
         tree = {name: tree}
-    if (
-        path[0] == ZERO
-    ):  # without a stage beside it nothing contradicts a key: at stage 3 every one has a meaning
+    # Without a given stage, use stage 3: every key is valid there.
+    if path[0] == ZERO:
         tree[ZERO].setdefault("stage", 3)
     return tree
 
 
 def _checked(name: str, tree: Mapping[str, Any]) -> Config:
-    """Return the configuration of a JSON; keys without an effect are reported."""
+    """Load a config tree; a warning is logged for each key without an effect."""
     try:
         config = load({"train_batch_size": 1, **tree}, where=name)
     except ConfigProblems as error:
@@ -117,7 +116,7 @@ def _as_pydantic(problem: Problem) -> InitErrorDetails:
 
 
 class DeepSpeedZeroConfig(_Shown):
-    """The section zero_optimization; keys of stage 3 without `stage3_`, too."""
+    """The section zero_optimization; keys of stage 3 are also available without the prefix `stage3_`."""
 
     module, path, prefix = "runtime.zero.config", (ZERO,), STAGE3_PREFIX
 
@@ -144,7 +143,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Shown):
 
     @property
     def pipeline(self) -> bool:
-        """Return whether reads or writes overlap with the step, as it is written."""
+        """Return whether reads or writes are configured to overlap with the step."""
         return bool(self._section.pipeline_read or self._section.pipeline_write)
 
 
@@ -167,12 +166,12 @@ class DeepSpeedBF16Config(_Shown):
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """Return the section fp16 of a whole JSON."""
+    """Return the section fp16 of a full config."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """Return the section bf16 of a whole JSON; the section's old name is bfloat16."""
+    """Return the section bf16 of a full config; its old name is bfloat16."""
     return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))
 
 
@@ -180,10 +179,10 @@ MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
 class DeepSpeedMonitorConfig:
-    """The sections of the monitors.
+    """The monitor sections.
 
     Args:
-        sections: by name.
+        sections: monitor sections by name.
     """
 
     def __init__(self, **sections: Mapping[str, Any]) -> None:
@@ -193,7 +192,7 @@ class DeepSpeedMonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """Return whether one of them is on."""
+        """Return whether any monitor is enabled."""
         return any(getattr(self, name).enabled for name in MONITORS)
 
 
@@ -206,7 +205,7 @@ _CLASSES: Mapping[type[Section], type[_Shown]] = {
 
 
 def shown(value: Any) -> Any:
-    """Return a value as DeepSpeed shows it: sections as its classes, tuples as lists."""
+    """Convert a value to DeepSpeed's form: sections to its classes, tuples to lists."""
     if isinstance(value, tuple):
         return [shown(each) for each in value]
     found = _CLASSES.get(type(value))

@@ -1,5 +1,6 @@
-"""`deepspeed.runtime.sequence_parallel.parallel_state_sp`: groups of ranks that share sequences, made by hand. The
-module itself can be the `mpu` of `initialize()`: the script's model exchanges tokens by itself then."""
+"""`deepspeed.runtime.sequence_parallel.parallel_state_sp`: sequence-parallel groups created by scripts.
+
+This module can be passed as the `mpu` of `initialize()`; the script's model then exchanges tokens itself."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ _newest: list[SequenceGroups] = []
 
 
 def use(groups: SequenceGroups) -> SequenceGroups:
-    """Let the functions of this module answer for these groups."""
+    """Make the functions of this module return values for these groups."""
     _newest[:] = [groups]
     return groups
 
 
 def newest() -> SequenceGroups | None:
-    """Return the groups that were made last; None: there are none."""
+    """Return the groups that were created last, or None."""
     return _newest[0] if _newest else None
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Make the groups of `sequence_parallel_size` neighbouring ranks. Every rank must call it."""
+    """Create groups of `sequence_parallel_size` neighbouring ranks. Every rank must call this."""
     use(SequenceGroups.of(sequence_parallel_size))
 
 
@@ -59,7 +60,7 @@ def get_sequence_data_parallel_rank() -> int:
     return _made().get_sequence_data_parallel_rank()
 
 
-# DeepSpeed's names of the same, in which the ranks of a sequence are one model
+# DeepSpeed's aliases, which treat the ranks that share a sequence as a model-parallel group.
 get_model_parallel_group = get_sequence_parallel_group
 get_model_parallel_world_size = get_sequence_parallel_world_size
 get_model_parallel_rank = get_sequence_parallel_rank

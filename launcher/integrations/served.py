@@ -1,6 +1,7 @@
-"""The package `deepspeed` that scripts see: its names, and where they are here. Data.
+"""The names of the `deepspeed` package that scripts see, and the attributes that implement them.
 
-What is not here at all is in `refused.py`; what is here and is not quite the same is told by docs/deepspeed_api.md.
+Names that are not available are in `refused.py`; differences of available names are listed in
+docs/deepspeed_api.md.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 VERSION = "0.19.8"
-"""Version of the DeepSpeed whose names these are; scripts ask for 0.18.2 at least."""
+"""The DeepSpeed version whose names are provided; scripts require at least 0.18.2."""
 MAJOR, MINOR, PATCH = (int(part) for part in VERSION.split("."))
 
 _PACKAGE = "launcher.integrations"
@@ -88,7 +89,7 @@ _FP32 = _from(
 _COMM_FIRST = {
     **_from(
         _BEFORE, "init_distributed", "is_initialized"
-    ),  # asked for before there is an engine: these import none
+    ),  # used before there is an engine, so they must not import it
     "log_summary": "launcher.comm:log_summary",
 }
 _MEMORY = f"{_PACKAGE}.memory_needs"
@@ -301,7 +302,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "runtime.zero.partition_parameters": {
         **{name: home for name, home in _ZERO.items() if "Tiled" not in name and "unwrap" not in name},
-        # transformers puts its own in place of the first one, for zero.Init to use: ours leaves dtypes alone
+        # transformers replaces the first name, for use in zero.Init; this function leaves dtypes unchanged
         "zero_wrapper_for_fp_tensor_constructor": f"{_HERE}:unchanged",
         "_orig_torch_arange": "torch:arange",
         "get_accelerator": f"{_DEVICE}:get_accelerator",
@@ -382,7 +383,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "utils.zero_to_fp32": {**_FP32, **_FILES_OF_ZERO, "__file__": "launcher.checkpoint.fp32:__file__"},
     "zero": _ZERO,
 }
-"""Module below `deepspeed` -> its names -> `module:attribute` here; `module:` is that module itself."""
+"""Module below `deepspeed` -> name -> `module:attribute` that provides it; `module:` is the module itself."""
 
 _COMM = (f"{_PACKAGE}.collectives", "torch.distributed")
 _CHECKPOINTING = ("launcher.checkpointing", f"{_PACKAGE}.rng_trackers")
@@ -419,4 +420,4 @@ REST: Mapping[str, tuple[str, ...]] = {
     "utils.logging": (_UTILITIES,),
     "utils.timer": (f"{_PACKAGE}.timing",),
 }
-"""Modules that have all public names of others besides."""
+"""Module below `deepspeed` -> modules whose public names it provides in addition."""

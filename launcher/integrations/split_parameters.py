@@ -1,5 +1,4 @@
-"""What scripts ask of layers that tensor-parallel ranks share, of `deepspeed.module_inject.layers`: whether a layer is
-one of them, and parameters that are whole while they are read."""
+"""`deepspeed.module_inject.layers`: type checks of tensor-parallel layers, and access to full parameters."""
 
 from __future__ import annotations
 
@@ -34,16 +33,18 @@ LinearAllreduce = _split_layer("LinearAllreduce", RowParallel)
 
 
 class GatherReplacedLayerParams:
-    """`with GatherReplacedLayerParams(parameters, model): ...`: inside, split parameters are whole. To read them: every
-    rank of the tensor-parallel group must enter, and a change is an error.
+    """Gathers tensor-parallel parameters: `with GatherReplacedLayerParams(parameters, model): ...`.
+
+    Inside, the parameters are unsharded and read-only: changing one is an error. Every rank of the
+    tensor-parallel group must enter.
 
     Args:
-        params: one, or several; those that are not split stay as they are.
-        module: the model that they belong to; not needed.
+        params: one parameter or several; parameters that are not split are left unchanged.
+        module: the model that they belong to; unused.
         enabled: false makes this do nothing.
 
     Raises:
-        LauncherError: a parameter is sharded (stage 3); or it was changed inside.
+        LauncherError: a parameter is sharded by ZeRO (stage 3), or was changed inside.
     """
 
     def __init__(self, params: Tensor | Iterable[Tensor], module: nn.Module, enabled: bool = True) -> None:

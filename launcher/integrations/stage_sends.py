@@ -1,6 +1,7 @@
-"""`deepspeed.runtime.pipe.p2p`: tensors between stages, for scripts that send some of their own.
+"""`deepspeed.runtime.pipe.p2p`: stage p2p for scripts that send tensors of their own.
 
-The engine's stages send by `launcher.pipeline`; these are torch.distributed's sends, with stages in the place of ranks.
+The engine's stages communicate through `launcher.pipeline`. These functions are torch.distributed's send and
+recv, addressed by stage instead of rank.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ def can_send_recv() -> bool:
 
 
 def init_process_groups(grid: PipelineParallelGrid) -> None:
-    """Name the grid whose stages are meant."""
+    """Set the grid that maps stages to ranks."""
     global _grid
     _grid = grid
 
 
 def send(tensor: Tensor, dest_stage: int, async_op: bool = False) -> Any:
-    """Send to the rank of another stage that has this one's other coordinates.
+    """Send to the rank of another stage that has the same coordinates on the other axes.
 
     Raises:
-        LauncherError: init_process_groups() was not called, or the send is to go on by itself.
+        LauncherError: init_process_groups() was not called, or `async_op` is true.
     """
     return dist.send(tensor, _rank_of(dest_stage, async_op))
 
 
 def recv(tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
-    """Receive into a tensor; as `send`."""
+    """Receive into a tensor from another stage; see `send`."""
     return dist.recv(tensor, _rank_of(src_stage, async_op))
 
 

@@ -1,4 +1,4 @@
-"""Stand-ins for names of DeepSpeed's that are not simply ours."""
+"""Adapters for DeepSpeed names that have no direct equivalent in launcher."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import launcher
-import launcher.integrations.lr_schedules  # puts DeepSpeed's attributes on schedules
+import launcher.integrations.lr_schedules  # adds DeepSpeed's attributes to schedules
 from launcher.checkpointing import checkpoint
 from launcher.config.source import read
 from launcher.engine import Engine
 from launcher.errors import ConfigError
-from launcher.integrations.marks import mark_small  # the module puts DeepSpeed's attributes on parameters
+from launcher.integrations.marks import mark_small  # the import adds DeepSpeed's attributes to parameters
 from launcher.integrations.processes import check_accelerate, init_distributed, logger
 from launcher.integrations.refused import NotHere, missing
 from launcher.integrations.served import VERSION
@@ -29,7 +29,7 @@ from launcher.zero.features.context import GatheredParameters
 
 
 def _explain(name: str) -> NotHere:
-    """Return why an engine has no such method or attribute of DeepSpeed's."""
+    """Return the error for a method or attribute of DeepSpeed's engine that does not exist."""
     what, how = missing(f"runtime.engine.DeepSpeedEngine.{name}", f"DeepSpeedEngine.{name}")
     return NotHere(what, **how)
 
@@ -47,10 +47,11 @@ def initialize(
     config_params: Any = None,
     **keywords: Any,
 ) -> Any:
-    """Call `launcher.initialize`, with the configuration as Hugging Face's libraries write it.
+    """Call `launcher.initialize` with a config as Hugging Face's libraries write it.
 
     Raises:
-        ConfigError: the JSON cannot be done; or it asks for pipeline stages, which their loops know nothing of.
+        ConfigError: the config is not supported, or it configures pipeline stages, which Hugging Face's
+            training loops do not support.
     """
     if positional:
         raise ConfigError(
@@ -82,11 +83,11 @@ def initialize(
 
 
 def _check_experts(model: nn.Module) -> None:
-    """Refuse experts that a script has spread over ranks by itself: their gradients would be averaged with those of
-    other experts.
+    """Reject experts that a script has distributed over ranks itself: their gradients would be averaged with
+    those of other experts.
 
     Raises:
-        ConfigError: the model has some.
+        ConfigError: the model has such experts.
     """
     ours = {
         id(param)
@@ -105,13 +106,12 @@ def _check_experts(model: nn.Module) -> None:
 
 
 def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
-    """Return the configuration with what their libraries write otherwise put right."""
+    """Return the config with the peculiarities of Hugging Face's libraries normalized."""
     meant: dict[str, Any] = {}
     for key, value in config.items():
         meant[key] = dict(value) if isinstance(value, Mapping) else value
-    for key in [
-        key for key in meant if "." in key
-    ]:  # TRL writes paths in one key, and sizes that are not whole
+    # TRL writes dotted paths as keys, and sizes as floats.
+    for key in [key for key in meant if "." in key]:
         (section, _, name), value = key.partition("."), meant.pop(key)
         meant.setdefault(section, {})[name] = int(value) if isinstance(value, float) else value
     stages = meant.get("pipeline", {}).get("stages")
@@ -127,8 +127,8 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
 
 
 def _check_trainer(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError where Hugging Face's Trainer does not know that ranks share sequences: its sampler would give
-    each rank other ones."""
+    """Raise ConfigError if the config enables sequence parallelism but Hugging Face's Trainer does not: its
+    sampler would give each rank different sequences."""
     size = config.get("sequence_parallel_size") or 1
     trainers: Any = getattr(sys.modules.get("transformers.integrations.deepspeed"), TRAINERS, None)
     if hasattr(trainers and trainers(), "mismatches") and (
@@ -143,8 +143,8 @@ def _check_trainer(config: Mapping[str, Any]) -> None:
 
 
 def _leave_out_data_parallel(config: dict[str, Any], world: int) -> None:
-    """Drop the degree that DeepSpeed's examples of tensor parallelism write, which follows anyway; another one is
-    refused."""
+    """Drop the data-parallel degree that DeepSpeed's tensor-parallel examples set, if it is the derived one.
+    Any other value is kept, and rejected later."""
     size = config.get("tensor_parallel", {}).get("autotp_size") or 1
     given = config.get("data_parallel_size")
     if isinstance(given, int) and isinstance(size, int) and given * size == world:
@@ -152,7 +152,7 @@ def _leave_out_data_parallel(config: dict[str, Any], world: int) -> None:
 
 
 def _count_tensor_parallel(config: dict[str, Any], world: int) -> None:
-    """Correct train_batch_size, in which they count every rank, also those that share a sequence."""
+    """Drop a train_batch_size that counts all ranks, including tensor-parallel ranks that share data."""
     size = config.get("tensor_parallel", {}).get("autotp_size", 1)
     train, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     accumulation = config.get("gradient_accumulation_steps", 1)
@@ -162,30 +162,30 @@ def _count_tensor_parallel(config: dict[str, Any], world: int) -> None:
 
 
 TRAINERS = "_hf_deepspeed_config_weak_ref"
-"""Of transformers: the JSON of the TrainingArguments of this process, where there are any."""
+"""Attribute of transformers that references the config of this process's TrainingArguments, if any."""
 
 TP_SIZE = "_launcher_tp_size"
-"""Attribute of a model that `tp_model_init` was called with."""
+"""Attribute that `tp_model_init` sets on a model."""
 
 
 def tp_model_init(
     model: nn.Module, tp_size: int = 1, dtype: torch.dtype | None = None, config: Any = None, **others: Any
 ) -> nn.Module:
-    """Return the model as it is: initialize() splits its layers.
+    """Return the model unchanged: initialize() splits its layers.
 
     Args:
-        tp_size: over so many ranks, where the JSON does not say it.
-        dtype, config: not needed: the JSON of initialize() has both.
+        tp_size: tensor-parallel degree, if the config does not set it.
+        dtype, config: unused; both come from the config of initialize().
     """
     setattr(model, TP_SIZE, tp_size)
     return model
 
 
 def _with_tp_size(config: Mapping[str, Any], asked: int) -> dict[str, Any]:
-    """Return the JSON with the degree that tp_model_init() was told.
+    """Return the config with the degree that was passed to tp_model_init().
 
     Raises:
-        ConfigError: it has another one.
+        ConfigError: the config sets another degree.
     """
     section = dict(config.get("tensor_parallel") or {})
     said = section.setdefault("autotp_size", asked)
@@ -199,8 +199,8 @@ def _with_tp_size(config: Mapping[str, Any], asked: int) -> dict[str, Any]:
 
 
 class _Offload:
-    """The object that TRL takes off before it generates inside GatheredParameters. Here nothing has to go: what is
-    gathered there stays gathered in forwards."""
+    """Stand-in for the object whose hooks TRL removes before it generates inside GatheredParameters. It has
+    no hooks: gathered parameters stay gathered during forwards."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -212,16 +212,16 @@ class _Offload:
 
 
 def autocast_if_enabled(engine: Engine) -> AbstractContextManager[Any]:
-    """Return what the engine's forward runs in: autocast where the JSON's torch_autocast says so."""
+    """Return the context of the engine's forward: autocast if `torch_autocast` is enabled."""
     return engine.autocasting()
 
 
 class CheckpointFunction:
-    """`checkpointing.checkpoint()`, as DeepSpeed calls it inside."""
+    """DeepSpeed's internal interface to `checkpointing.checkpoint()`."""
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        """Return run_function(*args), whose outputs are added to a list, too."""
+        """Return run_function(*args), and append its outputs to `all_outputs`."""
         outputs = checkpoint(run_function, *args)
         all_outputs += outputs if isinstance(outputs, tuple) else [outputs]
         return outputs
@@ -231,10 +231,10 @@ class CheckpointFunction:
 
 
 class _Unsplit:
-    """Gives transformers the JSON without tensor parallelism.
+    """Callable that returns the config without its `tensor_parallel` section, for transformers.
 
     Args:
-        whole: gives all of it.
+        whole: returns the full config.
     """
 
     def __init__(self, whole: Callable[[], dict[str, Any] | None]) -> None:
@@ -248,10 +248,10 @@ class _Unsplit:
 def Init(
     module: nn.Module | None = None, *, dtype: torch.dtype | None = None, **keywords: Any
 ) -> PartitionedInit:
-    """Return a `PartitionedInit`, in which transformers reads weights, with parameters in the 16 bits of the JSON.
+    """Return a `PartitionedInit` in which transformers loads weights, in the 16-bit dtype of the config.
 
-    It renames none of them where it sees tensor parallelism, for DeepSpeed has split the layers by then. Here
-    initialize() splits them, so it is not to see that section.
+    If transformers sees a `tensor_parallel` section it renames no weights, because DeepSpeed has split the
+    layers by then. Here initialize() splits them later, so the section is hidden from transformers.
     """
     hugging = sys.modules.get("transformers.integrations.deepspeed")
     known = getattr(hugging, "deepspeed_config", None)
@@ -262,7 +262,7 @@ def Init(
 
 
 def _sixteen_bits(config: Any) -> torch.dtype | None:
-    """Return the 16-bit dtype of a JSON that may not be complete yet, and is checked by initialize()."""
+    """Return the 16-bit dtype of a config that may be incomplete; initialize() validates it later."""
     tree = read(config).tree
     for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         section = tree.get(key)
@@ -272,43 +272,43 @@ def _sixteen_bits(config: Any) -> torch.dtype | None:
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Do nothing: what lies outside of blocks is there during the whole forward."""
+    """Do nothing: parameters outside of blocks are unsharded during the whole forward."""
 
 
 def unchanged(constructor: Callable[..., Any], *dtypes: Any, **others: Any) -> Callable[..., Any]:
-    """Return a constructor of tensors as it is."""
+    """Return a tensor constructor unchanged."""
     return constructor
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Return the item with its tensors copied: a view is saved without what it is a view of."""
+    """Return the item with its tensors cloned, so that a view is saved without its base tensor."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(device), item)
 
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model, with all of its parameters gathered: generate() inside sends nothing."""
+    """Yield the model with all of its parameters gathered, so that generate() needs no communication."""
     inner = getattr(model, "module", model)
     with GatheredParameters([param for param in inner.parameters() if isinstance(param, ShardedParameter)]):
         yield inner
 
 
 def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
-    """Do nothing: `optimizer.type` Muon finds the matrices by itself."""
+    """Do nothing: with `optimizer.type` Muon, the engine selects the matrices itself."""
 
 
 def enable_universal_checkpoint(param_list: Any) -> None:
-    """Do nothing: a checkpoint loads on any number of ranks, without a conversion."""
+    """Do nothing: checkpoints load on any number of ranks without conversion."""
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Return whether ZeRO steps it: any torch optimizer, elementwise or of whole parameters."""
+    """Return whether ZeRO supports the optimizer: any torch optimizer, elementwise or not."""
     return isinstance(optimizer, torch.optim.Optimizer)
 
 
 def _let_accelerate_gather() -> None:
-    """Make accelerate's Accelerator ask engines whose experts are spread over ranks for whole state dicts: it asks only
-    where the JSON shards parameters or splits layers."""
+    """Make accelerate's Accelerator gather full state dicts from engines with expert parallelism. By itself
+    it gathers only if the config shards parameters or splits layers."""
     accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
     if accelerator is None or hasattr(accelerator.get_state_dict, "of_launcher"):
         return

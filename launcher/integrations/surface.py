@@ -1,7 +1,7 @@
-"""Makes the package `deepspeed` that scripts see, from the names in `served.py`, `constants.py` and `refused.py`.
+"""Creates the `deepspeed` package that scripts see, from `served.py`, `constants.py` and `refused.py`.
 
-Its only file is `shim/deepspeed/__init__.py`. Modules below it are made on demand, and a name is looked up when
-somebody asks for it: importing it costs next to nothing. What is not here raises an error that says so.
+Its only file is `shim/deepspeed/__init__.py`. Submodules are created on demand and names are resolved on
+first access, so importing the package is cheap. A name that is not available raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from launcher.integrations.refused import PACKAGE, NoSuchModule, NotHere, missin
 from launcher.integrations.served import NAMES, REST, VERSION
 
 DIRECTORY = Path(__file__).parent / "shim"
-"""What goes on the path: the package and its metadata."""
+"""The directory to put on sys.path: the package and its metadata."""
 
 SWITCH = "LAUNCHER_DEEPSPEED_SHIM"
-"""Variable: 0 switches a shim off that is installed in the environment (`cli/shim.py`)."""
+"""Environment variable: 0 disables a shim that is installed in the environment (`cli/shim.py`)."""
 TOLD = "LAUNCHER_DEEPSPEED_SHIM_TOLD"
-"""Variable of processes whose user knows already what `import deepspeed` gives."""
+"""Environment variable that suppresses the notice about what `import deepspeed` resolves to."""
 
 __all__ = [
     "DIRECTORY",
@@ -55,17 +55,17 @@ def _with_parents() -> frozenset[str]:
 
 
 MODULES = _with_parents()
-"""Every module that there is, and "" for the package."""
+"""All modules below the package, and "" for the package itself."""
 
 
 def look_up(module: str, name: str) -> Any:
-    """Return a name of a module of the package.
+    """Return the value of a name in a module of the package.
 
     Args:
-        module: below the package; "" for the package itself.
+        module: its name below the package; "" for the package itself.
 
     Raises:
-        NotHere: there is none; the error says why, and what to write instead.
+        NotHere: the name is not available; the error contains the reason and the alternative.
     """
     below = f"{module}.{name}" if module else name
     if name in NAMES.get(module, {}):
@@ -89,7 +89,7 @@ def look_up(module: str, name: str) -> Any:
 
 
 def getter(module: str) -> Callable[[str], Any]:
-    """Return `__getattr__` of a module of the package.
+    """Return the `__getattr__` of a module of the package.
 
     Args:
         module: its name below the package; "" for the package itself.
@@ -104,7 +104,7 @@ def getter(module: str) -> Callable[[str], Any]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules below the package."""
+    """Creates the modules below the package."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -126,14 +126,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def tell() -> None:
-    """Say once, on the first rank, what was imported: nobody is to take it for DeepSpeed."""
+    """Print once, on rank 0, what was imported, so that nobody mistakes it for DeepSpeed."""
     if os.environ.get("RANK", "0") == "0" and TOLD not in os.environ:
-        os.environ[TOLD] = "1"  # processes that it starts need not say it again
+        os.environ[TOLD] = "1"  # child processes do not print it again
         print(f"launcher: `import {PACKAGE}` gives launcher's engine (`launch shim --help`)", file=sys.stderr)
 
 
 def serve() -> Callable[[str], Any]:
-    """Make the modules below the package importable; returns the package's own `__getattr__`."""
+    """Make the modules below the package importable, and return the package's own `__getattr__`."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
     return getter("")

@@ -1,8 +1,8 @@
-"""Long sequences in tiles on one rank: `TiledMLP`, `TiledFusedLogitsLoss` and `sequence_tiled_compute` of
-`deepspeed.runtime.sequence_parallel.ulysses_sp`. They send nothing.
+"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: computation over long sequences in tiles, on one rank.
 
-A tile's forward runs again in its backward, so that what a function keeps for backward is there for one tile at a
-time. Gradients are those of the function on everything. Source: Bekman et al. 2025, arXiv:2506.13996.
+`TiledMLP`, `TiledFusedLogitsLoss` and `sequence_tiled_compute` need no communication. A tile's forward is
+recomputed in its backward, so that activations are stored for one tile at a time. Gradients equal those of
+the untiled function. Source: Bekman et al. 2025, arXiv:2506.13996.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def sequence_tiled_compute(
     """Return fn(**kwargs), computed in tiles along dimension 1.
 
     Args:
-        fn: gives a tensor; a scalar where output_unshard_dimension is 0.
-        seqlen: not needed.
+        fn: returns a tensor; a scalar if output_unshard_dimension is 0.
+        seqlen: unused.
         shards: number of tiles; the last one may be shorter.
-        kwargs_to_shard: tensors [batch, sequence, ...] that are cut.
-        kwargs_to_pass: every tile has these.
-        grad_requiring_tensor_key, compute_params: not needed; autograd finds what needs a gradient.
-        output_unshard_dimension: along which the tiles' outputs are put together.
-        output_reduction: "mean" or "sum" of all that the tiles gave, or None.
+        kwargs_to_shard: tensors [batch, sequence, ...] that are split into tiles.
+        kwargs_to_pass: arguments that every tile gets unchanged.
+        grad_requiring_tensor_key, compute_params: unused; autograd tracks what needs a gradient.
+        output_unshard_dimension: dimension along which the outputs of the tiles are concatenated.
+        output_reduction: "mean" or "sum" over the concatenated outputs, or None.
     """
     cut = {key: value.chunk(shards, dim=1) for key, value in kwargs_to_shard.items()}
     tiles = [dict(zip(cut, parts, strict=True)) for parts in zip(*cut.values(), strict=True)]
@@ -49,7 +49,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """`sequence_tiled_compute` with its keywords in lists."""
+    """`sequence_tiled_compute` with keywords passed as lists of keys."""
 
     @staticmethod
     def apply(
@@ -64,7 +64,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> Tensor:
-        """Return the same; `args` are the values of both lists of keys."""
+        """Return the result of `sequence_tiled_compute`; `args` are the values of both lists of keys."""
         values = dict(zip([*keys_to_shard, *keys_to_pass], args, strict=True))
         cut, passed = ({key: values[key] for key in keys} for keys in (keys_to_shard, keys_to_pass))
         return sequence_tiled_compute(
@@ -81,7 +81,7 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """The MLP of a block, in tiles along the sequence."""
+    """The MLP of a block, computed in tiles along the sequence."""
 
     @staticmethod
     def apply(
@@ -97,13 +97,13 @@ class TiledMLP:
             fn: the forward of the module `self`.
             x: [..., sequence, hidden].
             shards: number of tiles; the last one may be shorter.
-            compute_params: not needed.
+            compute_params: unused.
         """
         return torch.cat([_tile(fn, self, tile) for tile in x.chunk(shards, dim=-2)], dim=-2)
 
 
 class AutogradComputeMLP:
-    """The MLP of a block, whose forward runs again in its backward."""
+    """The MLP of a block, whose forward is recomputed in its backward."""
 
     @staticmethod
     def apply(fn: Callable[..., Tensor], self: Any, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class AutogradComputeMLP:
 
 
 class TiledFusedLogitsLoss:
-    """A loss whose logits are there for one tile at a time."""
+    """A loss whose logits are materialized for one tile at a time."""
 
     @staticmethod
     def apply(
@@ -128,12 +128,12 @@ class TiledFusedLogitsLoss:
         """Return the losses of all tiles, reduced.
 
         Args:
-            fn: fn(self, x, y[, mask]) gives the loss of rows.
-            x, y: [batch, sequence, ...]; a tile has rows of all sequences, without the first dimension.
+            fn: fn(self, x, y[, mask]) returns the loss of the given rows.
+            x, y: [batch, sequence, ...]; the first two dimensions are flattened, so a tile is [rows, ...].
             mask: [batch, sequence], or None.
             shards: number of tiles; the last one may be shorter.
-            compute_params: not needed.
-            output_reduction: "mean" of the tiles' losses, each of which counts the same, or "sum".
+            compute_params: unused.
+            output_reduction: "mean" of the tiles' losses, with equal weights, or "sum".
         """
         given = [x, y] if mask is None else [x, y, mask]
         if output_reduction not in ("mean", "sum") or any(one.shape[:2] != x.shape[:2] for one in given):

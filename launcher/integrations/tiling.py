@@ -1,4 +1,4 @@
-"""`deepspeed.zero.TiledLinear`: a linear layer made of several, so that ZeRO-3 gathers one of them at a time."""
+"""`deepspeed.zero.TiledLinear`: a linear layer split into several, so that ZeRO-3 gathers one at a time."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from launcher.zero.features.context import GatheredParameters
 
 
 class TilesError(ConfigError, RuntimeError):
-    """Features that cannot be shared among so many parts."""
+    """The features cannot be split into the given number of parts."""
 
 
 class TiledLinear(nn.Module):
-    """y = x W^T + b, in `out_splits` x `in_splits` layers of their own.
+    """Computes y = x W^T + b with `out_splits` x `in_splits` separate layers.
 
     Args:
-        in_features, out_features: of the whole.
-        bias: the last layer of each row of output has it, as in DeepSpeed.
-        in_splits, out_splits: parts of the input and of the output.
+        in_features, out_features: sizes of the full layer.
+        bias: add a bias; the last layer of each output part holds it, as in DeepSpeed.
+        in_splits, out_splits: number of parts of the input and of the output.
         input_is_already_split: forward takes a list of parts.
-        combine_out_splits: forward gives one tensor; false: a list of parts.
-        linear_cls: makes each part.
-        init_linear: a layer whose values are taken.
+        combine_out_splits: forward returns one tensor; false: a list of parts.
+        linear_cls: class of the separate layers.
+        init_linear: a layer to copy the values from.
 
     Raises:
-        TilesError: fewer features than parts.
+        TilesError: there are fewer features than parts.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TiledLinear(nn.Module):
         return list(self.linears)
 
     def _reduced(self, outputs: list[Any]) -> Any:
-        """Return the sum over the parts of the input."""
+        """Return the sum over the input parts."""
         return sum(outputs[1:], outputs[0])
 
     def _combine(self, rows: list[Any]) -> Any:
@@ -98,7 +98,7 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: Any) -> None:
-        """Take the values of a layer with `weight` [out, in] and `bias` [out]."""
+        """Copy the values of a layer with `weight` [out, in] and `bias` [out]."""
         mine = [param for param in self.parameters() if hasattr(param, "ds_id")]
         theirs = [param for param in other.parameters() if hasattr(param, "ds_id")]
         with GatheredParameters([*mine, *theirs], modifier_rank=0):
@@ -116,7 +116,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """One whose layers give (output, bias): the biases are not added."""
+    """A `TiledLinear` whose layers return (output, bias); biases are not added."""
 
     def _reduced(self, outputs: list[Any]) -> Any:
         products, biases = zip(*outputs, strict=True)
@@ -132,7 +132,7 @@ class TiledLinearReturnBias(TiledLinear):
 def split_tensor_along_last_dim(
     tensor: Tensor, partitions: list[int] | tuple[int, ...], contiguous_split_chunks: bool = False
 ) -> list[Tensor]:
-    """Return parts of these widths along the last dim."""
+    """Split a tensor along the last dim into parts of the given widths."""
     parts = torch.split(tensor, list(partitions), dim=-1)
     return [part.contiguous() for part in parts] if contiguous_split_chunks else list(parts)
 

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.timer`: timers by name, and samples per second, for scripts that time themselves."""
+"""`deepspeed.utils.timer`: named timers, and samples per second, for scripts that time themselves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _now() -> float:
 
 
 class Timer:
-    """Adds up the time between start and stop, in milliseconds.
+    """Accumulates the time between start and stop, in milliseconds.
 
     Args:
-        name: for its line.
+        name: name of the timer, for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,8 +36,10 @@ class Timer:
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
         """Stop the timer.
-        reset: forget what came before.
-        record: keep this time for `mean`.
+
+        Args:
+            reset: discard the time accumulated before.
+            record: record this interval for `mean`.
         """
         assert self.started_, f"{self.name_} timer is not started"
         passed = 1e3 * (_now() - self._began)
@@ -47,7 +49,7 @@ class Timer:
             self.elapsed_records.append(passed)
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the milliseconds until now; a timer that runs goes on."""
+        """Return the milliseconds accumulated so far; a running timer continues."""
         if running := self.started_:
             self.stop()
         value = self._milliseconds
@@ -58,7 +60,7 @@ class Timer:
         return value
 
     def mean(self) -> float:
-        """Return the mean of the times that were recorded, without the tenth that is the longest and the shortest."""
+        """Return the mean of the recorded times, without the longest 10 % and the shortest 10 %."""
         return trim_mean(self.elapsed_records, 0.1)
 
     def reset(self) -> None:
@@ -67,7 +69,7 @@ class Timer:
 
 
 class SynchronizedWallClockTimer:
-    """Timers by name; on CUDA its queued work is waited for at both ends."""
+    """Named timers; on CUDA, the device is synchronized at start and stop."""
 
     def __init__(self) -> None:
         self.timers: dict[str, Timer] = {}
@@ -89,7 +91,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Log one line on these ranks (default: 0) with the milliseconds of each timer, divided by `normalizer`."""
+        """Log the milliseconds of each timer, divided by `normalizer`, on one line on `ranks` (default 0)."""
         assert normalizer > 0.0, "normalizer divides the times: give a number above 0"
         times = [
             f"{name}: {self(name).elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
@@ -97,7 +99,7 @@ class SynchronizedWallClockTimer:
         log_dist(f"time (ms) | {' | '.join(times)}", ranks=ranks or [0])
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Return the means of what the timers recorded, in milliseconds."""
+        """Return the mean of the recorded times of each timer, in milliseconds."""
         assert normalizer > 0.0, "normalizer divides the times: give a number above 0"
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         for name in means if reset else ():
@@ -106,7 +108,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """Return what the allocator of the device says."""
+        """Return the current and peak memory of the CUDA allocator as text, or "" without CUDA."""
         if not torch.cuda.is_available():
             return ""
         now, most = torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
@@ -117,7 +119,7 @@ SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]
 
 
 class NoopTimer:
-    """Takes the calls of a timer, and times nothing."""
+    """Accepts the calls of a timer, and measures nothing."""
 
     class Timer:
         def start(self) -> None: ...
@@ -148,14 +150,14 @@ class NoopTimer:
 
 
 class ThroughputTimer:
-    """Samples per second, without the first steps.
+    """Measures samples per second, excluding the first steps.
 
     Args:
-        config: has `enabled` (default: true).
-        batch_size: samples of a step.
-        start_step: steps that do not count.
-        steps_per_output: every so many steps say it; None: never.
-        logging_fn: says it.
+        config: provides `enabled` (default: true).
+        batch_size: samples per step.
+        start_step: number of initial steps that are excluded.
+        steps_per_output: number of steps between log messages; None: never log.
+        logging_fn: function that logs the message; default: `log_dist`.
     """
 
     def __init__(
@@ -185,7 +187,9 @@ class ThroughputTimer:
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """Stop the timer.
-        global_step: an optimizer step is over.
+
+        Args:
+            global_step: whether this ends an optimizer step.
         """
         if self._began is None:
             return
@@ -203,7 +207,7 @@ class ThroughputTimer:
             self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} samples/s")
 
     def avg_samples_per_sec(self) -> float:
-        """Return the samples/s over the steps that count; minus infinity before there are some, as in DeepSpeed."""
+        """Return the samples/s over the counted steps; minus infinity before the first, as in DeepSpeed."""
         steps = self.global_step_count - self.start_step
         if steps <= 0 or self.total_elapsed_time == 0:
             return float("-inf")
@@ -211,7 +215,7 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Return the mean of the numbers without this share of the smallest, and of the largest."""
+    """Return the mean of the numbers, without this fraction of the smallest and of the largest ones."""
     assert 0.0 <= trim_percent <= 1.0, "trim_percent is a share: from 0 to 1"
     ordered = sorted(data)
     if not ordered:

@@ -1,4 +1,4 @@
-"""`DeepSpeedTransformerLayer`: a layer of BERT with DeepSpeed's names of parameters, made of torch's operators."""
+"""`DeepSpeedTransformerLayer`: a BERT layer with DeepSpeed's parameter names, built from torch operators."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class DeepSpeedTransformerConfig:
     """The sizes and options of a layer.
 
     Args:
-        intermediate_size: between the two linear layers; below 1: four times the hidden size.
-        heads: of the attention.
-        attn_dropout_ratio, hidden_dropout_ratio: probabilities; below 0: none.
+        intermediate_size: width of the MLP; below 1: four times the hidden size.
+        heads: number of attention heads.
+        attn_dropout_ratio, hidden_dropout_ratio: dropout probabilities; below 0: no dropout.
         initializer_range: standard deviation of new weights.
-        adjust_init_range: divide it by sqrt(2 layers) where a layer adds to its input.
-        pre_layer_norm: normalise what goes into attention and MLP; false: what comes out, as BERT does.
-        return_tuple: the layer gives a tuple of one.
-        others: of DeepSpeed's kernels; they change no number.
+        adjust_init_range: divide it by sqrt(2 layers) for the weights of layers whose output is added to the
+            residual.
+        pre_layer_norm: normalize the inputs of attention and MLP; false: the outputs, as BERT does.
+        return_tuple: the layer returns a tuple of one.
+        others: options of DeepSpeed's kernels; they do not affect the results.
     """
 
     batch_size: int = -1
@@ -65,18 +66,18 @@ class DeepSpeedTransformerConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | Path) -> DeepSpeedTransformerConfig:
-        """Read a file in UTF-8 or UTF-16."""
+        """Read the config from a JSON file in UTF-8 or UTF-16."""
         return cls.from_dict(json.loads(Path(json_file).read_bytes()))
 
 
 class DeepSpeedTransformerLayer(nn.Module):
-    """A layer of BERT.
+    """A BERT layer.
 
     Args:
-        config: of this layer; its `layer_id` is written.
-        initial_weights: query, key, value, attention's output, its norm, both linear layers, norm. Default: at random,
-            or zero where biases are given.
-        initial_biases: the same of biases. Default: zero.
+        config: config of this layer; its `layer_id` is set.
+        initial_weights: query, key, value, attention output, attention norm, both MLP layers, norm. Default:
+            random, or zero if biases are given.
+        initial_biases: the biases, in the same order. Default: zero.
     """
 
     layer_id: ClassVar[int] = 0
@@ -111,9 +112,9 @@ class DeepSpeedTransformerLayer(nn.Module):
 
     @torch.no_grad()
     def init_transformer_weights(self, adjust_init_range: bool = False) -> None:
-        """Give all parameters new values."""
+        """Initialize all parameters."""
         std, layers = self.config.initializer_range, self.config.num_hidden_layers
-        if std < 0:  # it is not said, and the weights are loaded
+        if std < 0:  # not set: the weights are loaded later
             return
         residual = std / math.sqrt(2 * layers) if adjust_init_range and layers > 0 else std
         for name, parameter in self.named_parameters():
@@ -136,11 +137,11 @@ class DeepSpeedTransformerLayer(nn.Module):
 
         Args:
             hidden_states: [batch, sequence, hidden].
-            attention_mask: is added to the scores, [batch, 1, 1, sequence] or of their whole shape. Of booleans: true
-                where a token is seen.
+            attention_mask: added to the scores; [batch, 1, 1, sequence], or the full shape of the scores. A
+                bool mask is true where a token may be attended to.
 
         Raises:
-            ArgumentsError: the mask is of whole numbers.
+            ArgumentsError: the mask has an integer dtype.
         """
         x, before = hidden_states, self.config.pre_layer_norm
         x = x + self._dropped(self._attention(self._norm(x, "norm_") if before else x, attention_mask))

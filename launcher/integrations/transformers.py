@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer on our engine, in programs that `launch` does not start: torchrun, notebooks.
+"""Hugging Face's Trainer on this engine, in programs that are not started by `launch`: torchrun, notebooks.
 
-from launcher.integrations.transformers import Trainer     # or: enable(), and import as ever
+from launcher.integrations.transformers import Trainer     # or: enable(), and import as usual
 trainer = Trainer(model=model, args=TrainingArguments(deepspeed="ds_config.json", ...), ...)
 """
 
@@ -23,10 +23,11 @@ _HOMES = {
 
 
 def enable() -> None:
-    """Make `import deepspeed` in this process give our engine from now on. Safe to call again.
+    """Make `import deepspeed` resolve to this engine in this process from now on. Safe to call again.
 
     Raises:
-        LauncherError: too late: DeepSpeed, or a library that looked for it in vain, has been imported.
+        LauncherError: DeepSpeed, or a library that checked for it and did not find it, has already been
+            imported.
     """
     if str(DIRECTORY) in sys.path[:1]:
         return

@@ -1,8 +1,7 @@
-"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: a transformers model over slices of sequences, and the loader that
-cuts them.
+"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: Ulysses for transformers models, and its data loader.
 
-The model itself is changed in `initialize(mpu=...)` (`sequence/apply.py`). Nothing of transformers is replaced: other
-models of the process stay as they are."""
+`initialize(mpu=...)` modifies the model itself (`sequence/apply.py`). transformers is not patched, so other
+models of the process are unaffected."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from launcher.sequence.groups import SequenceGroups, SlicedSequences
 from launcher.sequence.inputs import IDS, LABELS, POSITIONS, SHIFTED, labels_of_next, padded_to
 
 _OF_KERNELS = ("cu_seq_lens", "max_length_")
-"""How names begin that say once more what position_ids say, for FlashAttention: of whole rows."""
+"""Prefixes of keys that repeat position_ids for FlashAttention; dropped because they describe full rows."""
 TAG, WHERE = "data/slices", "UlyssesSPDataLoaderAdapter"
 
 
 class UlyssesSPAttentionHF:
-    """Attention of a transformers model over slices of sequences."""
+    """Attention of a transformers model over sequence shards."""
 
     @classmethod
     def register_with_transformers(
@@ -41,18 +40,18 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceGroups | None:
-        """Return what `initialize(mpu=...)` needs; None where one rank has the whole sequence.
+        """Return the `mpu` for `initialize(mpu=...)`, or None if `sequence_parallel_size` is 1.
 
         Args:
-            model_name_or_path: the model, or something with its `config`; a name or path is not looked at.
-            core_attn_implementation: that of the model.
-            sequence_parallel_size: ranks that share a sequence.
-            micro_batch_size, seq_length, seq_length_is_variable, max_length: not needed; every batch may have a size of
-                its own.
-            disable_in_eval: in evaluation every rank computes whole sequences of its own.
+            model_name_or_path: the model, or an object with its `config`; a name or path is ignored.
+            core_attn_implementation: the attention implementation of the model.
+            sequence_parallel_size: number of ranks that share a sequence.
+            micro_batch_size, seq_length, seq_length_is_variable, max_length: unused; every batch may have a
+                different size.
+            disable_in_eval: in evaluation, every rank computes full sequences of its own.
 
         Raises:
-            ArgumentsError: the model has another attention.
+            ArgumentsError: the model uses another attention implementation.
         """
         if sequence_parallel_size == 1:
             return None
@@ -69,16 +68,16 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """A loader that deals the slices of each rank's batches out: first those of rank 0's batch, then of rank 1's, ...
+    """A loader that distributes slices of all ranks' batches: first of rank 0's batch, then of rank 1's, ...
 
-    So every step of the wrapped loader gives as many batches as there are ranks, and ranks get one slice of each. A
-    batch may have any length: it is padded to a multiple of the ranks.
+    Each step of the wrapped loader therefore yields as many batches as there are ranks, and every rank gets
+    one slice of each. A batch may have any length: it is padded to a multiple of the number of ranks.
 
     Args:
-        dl: gives mappings; tensors in them are [batch, tokens, ...].
-        sp_rank, sp_world_size: not needed; the group has them.
-        sp_group: of the ranks that share a sequence.
-        device: of the slices.
+        dl: yields mappings whose tensors are [batch, tokens, ...].
+        sp_rank, sp_world_size: unused; taken from the group.
+        sp_group: the ranks that share a sequence.
+        device: device of the slices.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
@@ -102,8 +101,9 @@ class UlyssesSPDataLoaderAdapter:
         """Exchange the next batch of each rank. Every rank must call it.
 
         Raises:
-            StopIteration: on every rank: a loader has no more. The next call begins it anew.
-            ArgumentsError: a batch cannot be cut.
+            StopIteration: on every rank, if a loader of any rank is exhausted. The next call restarts the
+                loader.
+            ArgumentsError: a batch cannot be sliced, or the ranks' batches have different keys.
         """
         batch = next(self.iter, None)
         ready = None if batch is None else _ready(batch, self.axis.degree)
@@ -120,7 +120,7 @@ class UlyssesSPDataLoaderAdapter:
         )
 
     def _exchanged(self, mine: Any, kinds: list[Any]) -> list[Any]:
-        """Return this rank's slice of the value of each rank's batch; what is no tensor has no slices."""
+        """Return this rank's slice of the value in each rank's batch; non-tensor values are not sliced."""
         if not isinstance(mine, Tensor):
             return [kind["value"] for kind in kinds]
         outgoing = [_bytes_of(part.to(self.device)) for part in mine.chunk(self.axis.degree, 1)]
@@ -136,7 +136,7 @@ class UlyssesSPDataLoaderAdapter:
 
 
 def _ready(batch: Mapping[str, Any], degree: int) -> dict[str, Any]:
-    """Return a batch whose tensors can be cut, with positions, and with labels at the tokens that predict them."""
+    """Return a batch whose tensors can be sliced, with position ids and shifted labels."""
     rows, length = batch[IDS].shape[:2]
     given = {key: value for key, value in batch.items() if not key.startswith(_OF_KERNELS)}
     found = {**given, SHIFTED: labels_of_next(batch)}
@@ -160,7 +160,7 @@ def _ready(batch: Mapping[str, Any], degree: int) -> dict[str, Any]:
 
 
 def _described(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the others must know of a batch before its tensors come."""
+    """Return the metadata of a batch that other ranks need before they receive its tensors."""
     return {
         key: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         if isinstance(value, Tensor)
@@ -170,5 +170,5 @@ def _described(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Return a tensor as flat bytes; a view where it is contiguous."""
+    """Return a tensor as flat bytes; a view if it is contiguous."""
     return x.contiguous().view(-1).view(torch.uint8)

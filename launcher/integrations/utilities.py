@@ -1,4 +1,4 @@
-"""Small helpers of DeepSpeed's that scripts import: logging on some ranks, seeds, memory, loaders, devices."""
+"""Small DeepSpeed helpers that scripts import: per-rank logging, seeds, memory, loaders, devices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TORCH_INFO = {
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Return whether torch is of these versions; `2.7` and "2.7" are the same."""
+    """Return whether torch's version is within these bounds; `2.7` and "2.7" are equivalent."""
     here = [int(part) for part in torch.__version__.partition("+")[0].split(".") if part.isdigit()]
 
     def numbers(version: Any) -> list[int]:
@@ -53,15 +53,15 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 
 
 def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
-    """Return the message with this rank before it; None where this is not one of `ranks` (None or -1 among them:
-    all)."""
+    """Return the message prefixed with this rank, or None if this rank is not in `ranks`. None, or a -1 in
+    `ranks`, selects all ranks."""
     rank = dist.get_rank() if dist.is_initialized() else -1
     wanted = not ranks or -1 in ranks or rank in ranks
     return f"[Rank {rank}] {message}" if wanted else None
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks."""
+    """Log a message on these ranks."""
     if (text := get_dist_msg(message, ranks)) is not None:
         logger.log(level, text)
 
@@ -72,18 +72,18 @@ def _log_once(message: str, ranks: tuple[int, ...], level: int) -> None:
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log as `log_dist` does, once for each message."""
+    """Log like `log_dist`, but only once per message."""
     _log_once(message, tuple(ranks or ()), level)
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Print on these ranks."""
+    """Print a message on these ranks."""
     if (text := get_dist_msg(message, ranks)) is not None:
         print(text, flush=True)
 
 
 def print_json_dist(message: Any, ranks: Sequence[int] | None = None, path: str | None = None) -> None:
-    """Write a dict as JSON on these ranks, with the rank in it."""
+    """Add the rank to a dict, and print it as JSON or write it to `path`, on these ranks."""
     if get_dist_msg("", ranks) is not None:
         message["rank"] = dist.get_rank() if dist.is_initialized() else -1
         if path is None:
@@ -93,21 +93,21 @@ def print_json_dist(message: Any, ranks: Sequence[int] | None = None, path: str 
 
 
 def print_configuration(args: Any, name: str) -> None:
-    """Log every attribute."""
+    """Log all attributes of `args`."""
     logger.info("%s:", name)
     for key, value in sorted(vars(args).items()):
         logger.info("  %s %s %s", key, "." * (29 - len(key)), value)
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
-    """Print on rank 0, or on every rank where `force` says so."""
+    """Print on rank 0, or on every rank if `force` is true."""
     if force or not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
 
 
 @cache
 def warning_once(*args: Any, **keywords: Any) -> None:
-    """Warn once for each message."""
+    """Log a warning once per message."""
     logger.warning(*args, **keywords)
 
 
@@ -116,7 +116,7 @@ def get_current_level() -> int:
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """Return the level; raise ValueError where there is no such level."""
+    """Return a log level by name; raise ValueError if it is unknown."""
     level = log_levels.get(log_level_str.lower())
     if level is None:
         raise ValueError(f"{log_level_str} is not a log level; the levels are {', '.join(log_levels)}")
@@ -128,7 +128,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Return whether the present level is at most this one."""
+    """Return whether the current log level is at most this one."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
@@ -145,7 +145,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log on rank 0 what memory this process takes. Only where `force` is true, as in DeepSpeed."""
+    """Log the memory use of this process on rank 0. Does nothing unless `force`, as in DeepSpeed."""
     if not force or (dist.is_initialized() and dist.get_rank() > 0):
         return
     device = pick_device()
@@ -155,7 +155,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Log `see_memory_usage` of every rank, or of one."""
+    """Print the device memory in use by this process, on every rank or on one."""
     if print_rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
         device = pick_device()
         print_dist(f"{msg}: {current_memory_bytes(device) / GIB:.2f} GiB on {device}")
@@ -169,24 +169,24 @@ def get_ma_status() -> int:
 
 
 def empty_cache() -> None:
-    """Give memory that no tensor has back to the device."""
+    """Release cached memory that no tensor uses to the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return the item with its tensors on `device`, or those that the function is true of."""
+    """Return the item with its tensors moved to `device`; with a criterion, only tensors that satisfy it."""
     wanted = criterion_func or (lambda _: True)
     return tree_map_only(torch.Tensor, lambda t: t.to(device) if wanted(t) else t, item)
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
-    """Return the last two dimensions exchanged, in memory of its own."""
+    """Return the tensor with its last two dimensions swapped, contiguous in memory."""
     return data.transpose(-1, -2).contiguous()
 
 
 def instrument_w_nvtx(func: F) -> F:
-    """Return the function as it is: profiles have our own ranges."""
+    """Return the function unchanged: the engine records its own profiler ranges."""
     return func
 
 
@@ -195,11 +195,11 @@ noop_context = nullcontext
 
 
 class OnDevice:
-    """Build tensors on a device and in a dtype: `with OnDevice(dtype=torch.bfloat16, device="meta"): ...`.
+    """Builds tensors on a device and in a dtype: `with OnDevice(dtype=torch.bfloat16, device="meta"): ...`.
 
     Args:
-        dtype: of floating tensors without one.
-        device: of tensors without one.
+        dtype: default dtype of floating-point tensors.
+        device: default device of tensors.
         enabled: false makes this do nothing.
     """
 
@@ -222,7 +222,7 @@ class OnDevice:
 
 
 class RepeatingLoader:
-    """Goes through a loader again and again."""
+    """Iterates over a loader indefinitely, restarting it when it is exhausted."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -240,26 +240,25 @@ class RepeatingLoader:
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the directory that a file will be in."""
+    """Create the parent directory of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return where parts of as many items each begin, and the end: [num_parts + 1]. Items left over go to the first
-    parts."""
+    """Return the boundaries [num_parts + 1] of parts of equal size. Leftover items go to the first parts."""
     least, over = divmod(num_items, num_parts)
     return [part * least + min(part, over) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return where parts begin of which the heaviest is as light as can be, and the end: [num_parts + 1]."""
+    """Return the boundaries [num_parts + 1] of contiguous parts with the lightest possible heaviest part."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return partition(list(weights), num_parts)
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """Return the one value that all items have."""
+    """Return the single value that all items are equal to."""
     found = set(items)
     if len(found) != 1:
         raise RuntimeError(f"expected one value, not {len(found)}: {found}")

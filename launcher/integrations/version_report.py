@@ -1,4 +1,4 @@
-"""`deepspeed.git_version_info` and `deepspeed.env_report`: which versions there are."""
+"""`deepspeed.git_version_info` and `deepspeed.env_report`: version information."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def debug_report() -> None:
 
 
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """Print the report: nothing has to be built, so there is no table of operators."""
+    """Print the report, without a table of operators because nothing has to be built."""
     debug_report()
 
 

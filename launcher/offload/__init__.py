@@ -1,1 +1,1 @@
-"""Storage of shards while nobody works on them: device memory, host memory or NVMe."""
+"""Storage for shards that are not in use: device memory, host memory or NVMe."""

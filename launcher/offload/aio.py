@@ -1,7 +1,8 @@
-"""The I/O queue: requests of `block_size` bytes, many at a time, straight between memory and the disk (O_DIRECT).
+"""The I/O queue: concurrent requests of `block_size` bytes, directly between memory and the disk (O_DIRECT).
 
-Every request in flight has a thread of its own, which waits in the system call without the GIL. This was measured to be
-as fast as asynchronous system calls, or faster: the kernel prepares requests on several cores (docs/offload.md).
+Every request in flight has its own thread, which blocks in the system call without holding the GIL.
+Measurements showed this to be as fast as asynchronous system calls, or faster: the kernel prepares requests
+on several cores (docs/offload.md).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile:
-    """A file that is read and written past the system's cache, where the file system lets it.
+    """A file that is read and written without the page cache, if the file system supports it.
 
     Attributes:
-        direct: whether it does.
-        length: bytes that are allocated on the disk.
+        direct: whether direct I/O is in use.
+        length: bytes allocated on the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,14 +48,13 @@ class DirectFile:
             )
 
     def grow(self, length: int) -> None:
-        """Allocate the disk's blocks up to `length` bytes; all or nothing.
+        """Allocate disk blocks up to `length` bytes; all or nothing.
 
         Raises:
-            OSError: ENOSPC and its kind.
+            OSError: for example ENOSPC.
         """
-        plain = os.open(
-            self.path, os.O_RDWR | os.O_CLOEXEC
-        )  # where there is no fallocate, libc writes single bytes
+        # without O_DIRECT: if there is no fallocate, libc writes single bytes
+        plain = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.posix_fallocate(plain, self.length, length - self.length)
         except OSError:
@@ -65,13 +65,13 @@ class DirectFile:
         self.length = length
 
     def write(self, data: np.ndarray, offset: int) -> None:
-        """Write uint8 [n]. Under direct I/O address, n and offset are multiples of 4096."""
+        """Write uint8 [n]. With direct I/O the address, n and offset must be multiples of 4096."""
         done = 0
         while done < data.nbytes:
             done += os.pwritev(self._descriptor, [data[done:].data], offset + done)
 
     def read(self, data: np.ndarray, offset: int) -> int:
-        """Fill uint8 [n]; returns the bytes read, fewer than n where the file ends."""
+        """Fill uint8 [n]; return the number of bytes read, which is less than n at the end of the file."""
         done = 0
         while done < data.nbytes:
             got = os.preadv(self._descriptor, [data[done:].data], offset + done)
@@ -84,7 +84,7 @@ class DirectFile:
         os.close(self._descriptor)
 
     def _reopen(self, flag: int) -> bool:
-        """Open once more with a flag; False where that, or reading so, is refused."""
+        """Reopen the file with a flag; return False if the open, or a trial write and read, is refused."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flag)
         except OSError as error:
@@ -109,12 +109,14 @@ class DirectFile:
 
 @dataclass(frozen=True, slots=True)
 class IoRequest:
-    """Bytes between memory and a file.
+    """A transfer of bytes between memory and a file.
 
     Attributes:
-        memory: uint8 [n] on any device. What does not begin, or end, at a multiple of 4096 takes one copy more.
-        label: what it does, for errors.
-        seen: called with the bytes as they are on the disk, [n padded to 4096], before a write and after a read.
+        memory: uint8 [n] on any device. Memory that does not start and end at a multiple of 4096 takes an
+            extra copy.
+        label: description of the request, for errors.
+        seen: called with the bytes as they are on the disk, [n padded to 4096], before a write and after a
+            read.
     """
 
     file: DirectFile
@@ -126,7 +128,7 @@ class IoRequest:
 
 
 class Transfer(Future[None]):
-    """The future of some requests: done when all of them are, failed with what the first failed with."""
+    """The future of several requests: done when all of them are, failed with the first failure."""
 
     def __init__(self, requests: Sequence[IoRequest]) -> None:
         super().__init__()
@@ -134,13 +136,14 @@ class Transfer(Future[None]):
         self._left, self._lock = len(requests), threading.Lock()
         self.failure: BaseException | None = None
         gpu = next((request.memory.device for request in requests if request.memory.is_cuda), None)
-        # what the memory waits for on the GPU: its values before a write, its last use before a read
+        # GPU work to wait for: producing the values before a write, their last use before a read
         self.ready = torch.cuda.current_stream(gpu).record_event() if gpu is not None else None
         if not requests:
             self.set_result(None)
 
     def finish_one(self, failure: BaseException | None) -> None:
-        """A request is done. Memory is in use until the last one is, so a failure waits for it too."""
+        """Record a finished request. The memory is in use until the last request finishes, so failures are
+        also reported only then."""
         with self._lock:
             self._left -= 1
             self.failure = self.failure or failure
@@ -153,11 +156,11 @@ class Transfer(Future[None]):
 
 
 class IoQueue:
-    """Threads that carry out requests, first come first served.
+    """Threads that process requests in FIFO order.
 
     Args:
-        block_size: bytes of a request; a multiple of 4096.
-        in_flight: requests at a time.
+        block_size: bytes per request; a multiple of 4096.
+        in_flight: number of concurrent requests.
     """
 
     def __init__(self, block_size: int, in_flight: int) -> None:
@@ -168,7 +171,7 @@ class IoQueue:
         self._lock = threading.Lock()
 
     def submit(self, requests: Sequence[IoRequest]) -> Future[None]:
-        """Start requests, each of at most `block_size` bytes; returns at once."""
+        """Start requests, each of at most `block_size` bytes, without waiting for them."""
         transfer = Transfer(requests)
         while len(self._threads) < min(self.in_flight, len(requests)):
             index = len(self._threads)
@@ -182,7 +185,7 @@ class IoQueue:
         return transfer
 
     def close(self) -> None:
-        """Carry out what was submitted, and end the threads."""
+        """Process all submitted requests, and stop the threads."""
         for _ in self._threads:
             self._todo.put(None)
         for thread in self._threads:
@@ -198,7 +201,7 @@ class IoQueue:
                     self._carry_out(request, transfer.ready, index)
             except OSError as error:
                 failure = faults.as_offload_error(error, request.label(), request.file.path)
-            except BaseException as error:  # it belongs to whoever waits, not to this thread
+            except BaseException as error:  # raise it where the future is waited for, not in this thread
                 failure = error
             transfer.finish_one(failure)
             del item, transfer, request  # nothing is held while this thread waits for work
@@ -226,17 +229,17 @@ class IoQueue:
             _copy(memory, on_disk[:size], ready)
 
     def _bounce_of(self, index: int) -> Tensor:
-        """Return this thread's part of the memory for what cannot go straight; [block_size]."""
+        """Return this thread's bounce buffer [block_size], for memory that direct I/O cannot use."""
         with self._lock:
             if self._bounce is None:
-                # not page-locked: in a thread that would open a context on the first GPU
+                # not page-locked: in this thread that would create a CUDA context on the first GPU
                 bounce = buffer(self.in_flight * self.block_size, torch.uint8, pin=False)
                 self._bounce = bounce.view(self.in_flight, -1)
         return self._bounce[index]
 
 
 def _copy(target: Tensor, source: Tensor, ready: torch.cuda.Event | None) -> None:
-    """Copy, and wait until it is done. With a GPU: on this thread's own stream, after `ready`."""
+    """Copy and wait for completion. With a GPU the copy runs on this thread's own stream, after `ready`."""
     if ready is None:
         target.copy_(source)
         return

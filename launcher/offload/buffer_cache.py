@@ -1,4 +1,4 @@
-"""Memory that is not in use: handed out again by size, and given up where it would be more than is ever needed."""
+"""A cache of idle buffers: reused by size, and freed where the total would exceed the peak in use."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 MakeBuffer = Callable[[int, torch.dtype], Tensor]
-"""New memory: (elements, dtype) -> [elements] with any content."""
+"""Allocates memory: (elements, dtype) -> uninitialized [elements]."""
 
 
 class BufferCache:
-    """Flat buffers that are taken, given back and taken again.
+    """A cache of flat buffers that are taken and given back.
 
-    A buffer is handed out again only when nothing else refers to its memory: a view that autograd or a
-    user still holds keeps its values, and costs memory instead of correctness.
+    A buffer is reused only if nothing else refers to its memory: a view that autograd or a user still holds
+    keeps its values, and costs memory instead of correctness.
 
     Args:
-        make: where new ones come from.
-        sparing: the total, idle buffers included, never exceeds the peak in use so far: for a new buffer the oldest
-            idle ones are freed. Else a buffer that was taken once stays.
+        make: allocates new buffers.
+        sparing: the total, idle buffers included, never exceeds the peak in use so far: the oldest idle
+            buffers are freed to make space for a new one. Otherwise buffers are kept.
 
     Attributes:
-        most: bytes that were in use at once.
+        most: the peak of bytes in use at once.
     """
 
     def __init__(self, make: MakeBuffer, *, sparing: bool = False) -> None:
@@ -31,16 +31,17 @@ class BufferCache:
         self._buffers: list[Tensor] = []  # each uint8 [bytes], the newest last
         self._in_use = self.most = 0
         self._alone = _use_count(torch.empty(1))
-        self._travelling: dict[int, torch.cuda.Event] = {}  # by address: what idle buffers hold is on its way
+        # by address: copies from idle buffers that are still in flight
+        self._travelling: dict[int, torch.cuda.Event] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a buffer [numel] with any content."""
+        """Return an uninitialized buffer [numel]."""
         size = numel * dtype.itemsize
         self._in_use += size
         for i in range(len(self._buffers) - 1, -1, -1):
             if self._buffers[i].numel() == size and _use_count(self._buffers[i]) == self._alone:
                 return self._arrived(self._buffers.pop(i)).view(dtype)
-        # what is still referred to will be freed by whoever holds it
+        # buffers that are still referenced are freed by their last holder
         for one in self._buffers:
             if one.numel() == size:
                 self._arrived(one)
@@ -49,10 +50,11 @@ class BufferCache:
         return self._make(numel, dtype)
 
     def give(self, buffer: Tensor, sent: torch.cuda.Event | None = None) -> None:
-        """Hand a buffer back.
+        """Give a buffer back.
 
         Args:
-            sent: a copy of its content that is under way: the device does not write to the buffer before.
+            sent: the event of a copy from the buffer that is still in flight; the device waits for it before
+                the buffer is written to again.
         """
         if sent is not None:
             self._travelling[buffer.data_ptr()] = sent
@@ -66,7 +68,7 @@ class BufferCache:
             self._arrived(self._buffers.pop())
 
     def _arrived(self, buffer: Tensor) -> Tensor:
-        """Return it; the device waits for what is on its way from it."""
+        """Make the device wait for a copy from the buffer that is in flight, if any; return the buffer."""
         if self._travelling and (sent := self._travelling.pop(buffer.data_ptr(), None)) is not None:
             sent.wait()
         return buffer

@@ -1,4 +1,4 @@
-"""The directory of one rank on a disk that jobs and users share."""
+"""The directory of one rank on a disk that is shared by jobs and users."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PREFIX = "launcher-offload-"
 
 
 class OwnDirectory:
-    """A new directory under `parent` that no other job touches (see `Scratch`).
+    """A new directory under `parent` that no other job uses (see `Scratch`).
 
     Attributes:
-        data: the file to be made in it.
+        data: path of the data file, which is not created yet.
     """
 
     def __init__(self, parent: Path, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Faults of a disk, in words: the file, the key, the bytes, and what to do."""
+"""Disk errors with the file, the key, the bytes, and a suggested fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from launcher.errors import OffloadError
 
 _SPACE = "free space there, name a larger disk in nvme_path, or use more machines"
-# errno -> what happened, what to do
+# errno -> (cause, fix)
 _KNOWN: dict[int, tuple[str, str]] = {
     errno.ENOSPC: ("the disk is full", _SPACE),
     errno.EDQUOT: ("the quota is used up", _SPACE),
@@ -36,10 +36,10 @@ _KNOWN: dict[int, tuple[str, str]] = {
 
 
 def as_offload_error(error: OSError, doing: str, path: Path | str) -> OffloadError:
-    """Return the error for a failed call.
+    """Return the error for a failed system call.
 
     Args:
-        doing: what was tried, with key and bytes: `writing 4096 bytes of layer.3`.
+        doing: description of the operation, with key and bytes: `writing 4096 bytes of layer.3`.
     """
     number = error.errno or 0
     what, fix = _KNOWN.get(
@@ -51,7 +51,7 @@ def as_offload_error(error: OSError, doing: str, path: Path | str) -> OffloadErr
 
 
 def no_room(needed: int, found: int, path: Path | str) -> OffloadError:
-    """Return the disk has less than will be needed."""
+    """Return the error for a disk with less free space than offloading will need."""
     return OffloadError(
         f"the disk is too small for what is offloaded: {needed:,} bytes are needed, {found:,} are free",
         where=str(path),
@@ -60,7 +60,7 @@ def no_room(needed: int, found: int, path: Path | str) -> OffloadError:
 
 
 def too_short(path: Path | str, doing: str, got: int) -> OffloadError:
-    """Return the file ends before what was written does."""
+    """Return the error for a file that ends before the data that was written to it."""
     return OffloadError(
         f"{doing} stopped after {got:,} bytes: the file was truncated after it was written",
         where=str(path),

@@ -1,4 +1,4 @@
-"""Ranges of a file: handed out, given back, and used again."""
+"""Allocation of ranges in a file."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import bisect
 
 
 class FreeRanges:
-    """Free ranges of a file, first fit; neighbours become one.
+    """The free ranges of a file, allocated first fit; adjacent ranges are merged.
 
     Attributes:
-        end: all ranges lie before this offset.
+        end: all ranges end at or before this offset.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class FreeRanges:
         self._free: list[tuple[int, int]] = []  # (offset, size), by offset
 
     def take(self, size: int) -> int:
-        """Return the offset of a range of `size` bytes; at the end of the file where none is free."""
+        """Return the offset of a range of `size` bytes, at the end of the file if no free range fits."""
         for i, (offset, there) in enumerate(self._free):
             if there >= size:
                 self._free[i : i + 1] = [(offset + size, there - size)] if there > size else []
@@ -30,7 +30,7 @@ class FreeRanges:
         return offset
 
     def give(self, offset: int, size: int) -> None:
-        """Take a range back."""
+        """Free a range."""
         if size == 0:
             return
         i = bisect.bisect(self._free, (offset, size))

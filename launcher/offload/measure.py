@@ -1,4 +1,4 @@
-"""A benchmark of a directory and of the requests that are best for it: what `launch bench io` shows."""
+"""A disk benchmark that finds the best request settings for a directory, for `launch bench io`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ KIB, MIB = 1 << 10, 1 << 20
 BLOCKS = (256 * KIB, MIB, 4 * MIB, 8 * MIB)
 IN_FLIGHT = (2, 4, 8, 16, 32)
 DISK = (16 * MIB, 8)
-"""Block size and requests in flight of "what the disk can do": as large as anybody sends them."""
+"""Block size and requests in flight that measure the limit of the disk: the largest requests in use."""
 MEMORY = 256 * MIB
 NEAR = 0.97
-"""Settings this near to the best are as good: of these, the one with the fewest bytes in flight is taken."""
+"""Settings this close to the best count as equal; of these, the one with the fewest bytes in flight wins."""
 
 
 @dataclass
 class IoMeasurement:
-    """One setting and how fast it was.
+    """The measured speed of one setting.
 
     Attributes:
-        write, read: bytes/s, one number a round.
+        write, read: bytes/s, one number per round.
     """
 
     block_size: int
@@ -43,16 +43,16 @@ class IoMeasurement:
 
     @property
     def both(self) -> float:
-        """Return the bytes/s of writing and reading the same bytes, as a training step does."""
+        """Return the bytes/s of writing and then reading the same bytes, as a training step does."""
         return 2 / (1 / median(self.write) + 1 / median(self.read))
 
     def section(self) -> dict[str, int]:
-        """Return the JSON's `aio` section that asks for this."""
+        """Return the `aio` section of the JSON config with this setting."""
         return {"block_size": self.block_size, "queue_depth": self.in_flight, "intra_op_parallelism": 1}
 
 
 class Bench:
-    """A file of `size` bytes in a directory of its own, and memory to move to and from it."""
+    """A file of `size` bytes in its own directory, and memory to copy to and from it."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._directory = OwnDirectory(path, rank=0)
@@ -61,8 +61,9 @@ class Bench:
             self.size = size - size % DISK[0]
             self.file.grow(self.size)
             self.memory = buffer(min(self.size, MEMORY), torch.uint8, pin=False)
-            self.memory.view(torch.int64).random_()  # a disk that compresses has no advantage of it
-            self.run(*DISK, self.size, write=True)  # the first write to a new place is another work
+            self.memory.view(torch.int64).random_()  # disks with compression get no advantage
+            # warm-up: the first write to newly allocated blocks does extra work
+            self.run(*DISK, self.size, write=True)
         except OSError as error:
             self._directory.close()
             raise faults.as_offload_error(error, f"making a file of {size:,} bytes", path) from error
@@ -71,7 +72,7 @@ class Bench:
             raise
 
     def run(self, block_size: int, in_flight: int, size: int, *, write: bool) -> float:
-        """Move `size` bytes, from the file's start on; bytes/s."""
+        """Transfer `size` bytes from the start of the file; return the bytes/s."""
         queue = IoQueue(block_size, in_flight)
         requests = [
             IoRequest(self.file, offset, self._part(offset, min(block_size, size - offset)), write, str)
@@ -95,7 +96,11 @@ class Bench:
 
 @contextmanager
 def bench(path: Path, size: int) -> Iterator[Bench]:
-    """Yield a bench that is removed at the end. Raises OffloadError where the directory cannot have the file."""
+    """Yield a benchmark whose file is removed at the end.
+
+    Raises:
+        OffloadError: the directory cannot hold the file.
+    """
     if size < 2 * DISK[0]:
         raise OffloadError(
             f"{size:,} bytes are too few to measure with", fix=f"take at least {2 * DISK[0]:,}"
@@ -110,13 +115,13 @@ def bench(path: Path, size: int) -> Iterator[Bench]:
 def sweep(
     made: Bench, seconds: float, tell: Callable[[float], None] = lambda share: None
 ) -> list[IoMeasurement]:
-    """Measure what the disk can do (first row), and settings, in turns, for about `seconds`.
+    """Measure the limit of the disk (first row) and the settings, in rounds, for about `seconds`.
 
-    The first two rounds have all settings, the later ones the better half of those that are left, down to four: time
-    goes to those among which it is hard to choose.
+    The first two rounds measure all settings. Each later round drops the slower half, down to four settings,
+    so that most of the time is spent on those that are close to each other.
 
     Args:
-        tell: called with the share of the time that has passed.
+        tell: called with the fraction of the time that has passed.
     """
     disk = IoMeasurement(*DISK)
     rows = [IoMeasurement(block, number) for block in BLOCKS for number in IN_FLIGHT]
@@ -137,8 +142,8 @@ def sweep(
 
 
 def best(rows: list[IoMeasurement]) -> IoMeasurement:
-    """Return the setting to take: of those measured most often and near to the fastest, the one with the fewest bytes
-    under way."""
+    """Return the recommended setting: of those measured most often and close to the fastest, the one with the
+    fewest bytes in flight."""
     most = max(len(row.read) for row in rows)
     often = [row for row in rows if len(row.read) == most]
     fastest = max(row.both for row in often)
@@ -147,7 +152,6 @@ def best(rows: list[IoMeasurement]) -> IoMeasurement:
 
 
 def _size_of_turn(most: int, wished: float) -> int:
-    """Return the bytes of one measurement: enough for every setting to have its requests in flight, at most the
-    file."""
+    """Return the bytes per measurement: enough for every setting to fill its queue, at most the file size."""
     size = min(max(int(wished), 2 * DISK[0]), most)
     return size - size % ALIGNMENT

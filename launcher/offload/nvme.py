@@ -1,4 +1,4 @@
-"""The NVMe tier: tensors in one preallocated file of this rank, moved by direct I/O, checked when they come back."""
+"""The NVMe tier: tensors in one preallocated file per rank, with direct I/O and checksums."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from launcher.offload.directory import OwnDirectory
 from launcher.offload.free_ranges import FreeRanges
 from launcher.offload.tier import ALIGNMENT, as_bytes, finished, padded, size_of, wrong_size
 
-WORDS = ALIGNMENT // 8  # of a page
+WORDS = ALIGNMENT // 8  # per page
 SAMPLES = slice(None, None, WORDS - 1)  # the first and the last word of a page
 
 
 @dataclass
 class Extent:
-    """The place of a key: a range of the file, and a checksum of every request in it."""
+    """The storage of a key: a range of the file, and a checksum for every request in it."""
 
     offset: int
     size: int
@@ -35,15 +35,15 @@ class Extent:
 
 
 class NvmeTier:
-    """Tensors in a file under `path`.
+    """Stores tensors in a file under `path`.
 
-    The file is in a directory of this rank alone, which is gone after `close`, or after the next start when this
-    process crashes. It is no checkpoint.
+    The file is in a directory that belongs to this rank alone. The directory is removed by `close` or, if
+    this process crashes, at the next start. It is not a checkpoint.
 
     Args:
-        path: the JSON's `nvme_path`, a directory that is there.
-        config: the JSON's `aio`.
-        rank: for names and messages.
+        path: `nvme_path` in the JSON config, an existing directory.
+        config: `aio` in the JSON config.
+        rank: used in names and messages.
     """
 
     name = "nvme"
@@ -63,11 +63,11 @@ class NvmeTier:
 
     @property
     def file(self) -> Path:
-        """Return the file that holds everything."""
+        """Return the path of the data file."""
         return self._file.path
 
     def reserve(self, size: int) -> None:
-        """Allocate `size` bytes more on the disk, which no other job can take from then on."""
+        """Allocate `size` more bytes on the disk, so that no other job can take them."""
         there = os.statvfs(self._file.path)
         found = there.f_bavail * there.f_frsize
         if padded(size) > found:
@@ -131,8 +131,8 @@ class NvmeTier:
             raise faults.as_offload_error(error, doing, self._file.path) from error
 
     def _requests(self, key: str, extent: Extent, data: Tensor, *, write: bool) -> Iterator[IoRequest]:
-        """Yield requests of block_size bytes; what is left after the last page has one of its own, so that only it is
-        copied on its way."""
+        """Yield requests of block_size bytes. The bytes after the last full page are a separate request, so
+        that only these need an extra copy."""
         whole = extent.size - extent.size % ALIGNMENT
         block = self._queue.block_size
         edges = sorted({*range(0, whole, block), whole, extent.size})
@@ -161,9 +161,9 @@ class NvmeTier:
         return seen
 
     def _sum(self, data: np.ndarray) -> int:
-        """Return the sum, modulo 2**64, of the words that are checked. A disk loses or mixes up whole pages, so by
-        default two words of each are enough: their cost is not to be seen, while a sum of all reads the memory once
-        more."""
+        """Return the sum, modulo 2**64, of the words that are checked. Disks lose or mix up whole pages, so
+        by default two words of each page are enough: their cost is negligible, while a sum of all words would
+        read the memory once more."""
         return int(data.view(np.uint64).reshape(-1, WORDS)[:, self._pages].sum())
 
 

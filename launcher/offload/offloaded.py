@@ -1,9 +1,9 @@
-"""Flat tensors that are in memory only while somebody works with them.
+"""Flat tensors that are in memory only while they are in use.
 
-    away --fetch--> coming --load--> here --write_back--> leaving --(written)--> away
-                                     here --discard--> away        leaving --load--> here
+    on tier --fetch--> reading --load--> in memory --write_back--> writing --(written)--> on tier
+                                         in memory --discard--> on tier    writing --load--> in memory
 
-A tensor that has no tier is always here, and nothing moves it.
+A tensor without a tier is always in memory and is never moved.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from launcher.offload.tier import Tier, buffer
 
 
 class HostBuffers:
-    """Host buffers for what rests in tiers.
+    """Host buffers for offloaded tensors.
 
     Args:
-        leaving: tensors that may be on their way to a tier while others are worked with; what is more is waited for.
-        pin: page-locked; None: under CUDA.
-        make: host memory: (elements, dtype) -> [elements] with any content; default: what tiers like.
+        leaving: maximum number of tensors that are being written to a tier at once; further writes wait for
+            the oldest.
+        pin: use page-locked memory; None: if CUDA is available.
+        make: allocates host memory: (elements, dtype) -> uninitialized [elements]; default: memory suited to
+            tiers.
 
     Attributes:
-        idle: where they come from; takes no more memory than is in use at once, unless that is page-locked, which
-            takes time.
+        idle: the cache of the buffers. It frees idle buffers beyond the peak in use, unless they are
+            page-locked, because locking takes time.
     """
 
     def __init__(self, leaving: int = 0, *, pin: bool | None = None, make: MakeBuffer | None = None) -> None:
@@ -43,28 +45,29 @@ class HostBuffers:
         self._queue: deque[OffloadedTensor] = deque()
 
     def leave(self, resting: OffloadedTensor) -> None:
-        """A tensor is being written: the oldest ones are waited for until what is on its way is allowed to be."""
+        """Record a tensor that is being written; wait for the oldest writes if more than `leaving` are in
+        flight."""
         self._queue.append(resting)
         while len(self._queue) > self.leaving:
             self._queue[0].wait_for_writes()
 
     def left(self, resting: OffloadedTensor) -> None:
-        """It is not on its way any more."""
+        """Record that a tensor is not being written any more."""
         self._queue.remove(resting)
 
     def wait_for_writes(self) -> None:
-        """Wait for all that is being written."""
+        """Wait for all writes in flight."""
         while self._queue:
             self._queue[0].wait_for_writes()
 
 
 class OffloadedTensor:
-    """A flat tensor [numel] and where it rests.
+    """A flat tensor [numel] that may be stored on a tier.
 
     Args:
         key: its name in the tier.
         tier: None: it stays in memory.
-        tensor: its memory, for one that stays.
+        tensor: its memory, if it stays in memory.
     """
 
     def __init__(
@@ -80,11 +83,11 @@ class OffloadedTensor:
         self._tensor = tensor
         self._coming: Future[None] | None = None
         self._leaving: Future[None] | None = None
-        self.written = False  # the tier has it
+        self.written = False  # the tier has its values
 
     @property
     def is_offloaded(self) -> bool:
-        """Return whether it is not always in memory."""
+        """Return whether the tensor is stored on a tier."""
         return self.tier is not None
 
     @property
@@ -102,23 +105,23 @@ class OffloadedTensor:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of memory that it takes now."""
+        """Return the bytes of memory that it currently uses."""
         return 0 if self._tensor is None else self.nbytes
 
     def fetch(self) -> None:
-        """Start reading it, if it is away."""
+        """Start reading it, if it is not in memory."""
         if self._tensor is None:
             assert self.tier is not None and self.written, f"{self.key} has no values yet"
             self._tensor = self._buffers.idle.take(self.numel, self.dtype)
             self._coming = self.tier.read(self.key, self._tensor)
 
     def load(self) -> Tensor:
-        """Return its values, in memory until `write_back` or `discard`."""
+        """Return its values, which stay in memory until `write_back` or `discard`."""
         self.fetch()
         if self._coming is not None:
             self._coming.result()
             self._coming = None
-        if self._leaving is not None:  # its memory is still that
+        if self._leaving is not None:  # its memory still holds the values
             self._leaving.result()
             self._leaving = None
             self._buffers.left(self)
@@ -126,14 +129,14 @@ class OffloadedTensor:
         return self._tensor
 
     def allocate(self) -> Tensor:
-        """Return the memory for new values, in place of those that it has."""
+        """Return its memory for new values, which replace the current ones."""
         if self._tensor is None:
             self._tensor = self._buffers.idle.take(self.numel, self.dtype)
             return self._tensor
         return self.load()
 
     def write_back(self) -> None:
-        """Start writing its values; its memory is given back when that is done."""
+        """Start writing its values; its memory is freed when the write is done."""
         if self.tier is None or self._tensor is None or self._leaving is not None:
             return
         self._leaving = self.tier.write(self.key, self.load())
@@ -141,13 +144,13 @@ class OffloadedTensor:
         self._buffers.leave(self)
 
     def discard(self) -> None:
-        """Give its memory back: its values have not changed since they were read, or nobody needs them."""
+        """Free its memory without writing: the values are unchanged since they were read, or not needed."""
         if self.tier is None or self._tensor is None or self._leaving is not None:
             return
         self._give_back(self.load())
 
     def wait_for_writes(self) -> None:
-        """Wait until it is away, if it is leaving."""
+        """Wait for its write in flight, if any, and free its memory."""
         if self._leaving is None:
             return
         self._leaving.result()
@@ -163,7 +166,7 @@ class OffloadedTensor:
 
 @dataclass(frozen=True)
 class OffloadedSlice:
-    """A part of a flat tensor, wherever that rests."""
+    """A slice of a flat tensor that may be offloaded."""
 
     of: OffloadedTensor
     span: slice
@@ -173,19 +176,19 @@ class OffloadedSlice:
         return int(self.span.stop - self.span.start)
 
     def load(self) -> Tensor:
-        """Return [numel], in memory until the whole is let go of."""
+        """Return [numel], in memory until the whole tensor is released."""
         return self.of.load()[self.span]
 
     def part(self, start: int, stop: int) -> OffloadedSlice:
-        """Return the elements [start, stop) of it."""
+        """Return a slice of the elements [start, stop)."""
         return OffloadedSlice(self.of, slice(self.span.start + start, self.span.start + stop))
 
 
 class PrefetchWindow:
-    """Flat tensors that are asked for in turn: the last few of them are in memory.
+    """Keeps the last few offloaded tensors that were loaded in memory.
 
     Args:
-        changed: they are written to, and new ones are zeros.
+        changed: the tensors are modified, so they are written back; new ones start as zeros.
     """
 
     MOST = 4
@@ -195,7 +198,7 @@ class PrefetchWindow:
         self._open: dict[OffloadedTensor, None] = {}  # by last use
 
     def load(self, part: OffloadedSlice) -> Tensor:
-        """Return [numel]; good until the next call."""
+        """Return [numel], valid until the next call."""
         whole = part.of
         if not whole.is_offloaded:
             return part.load()
@@ -208,7 +211,7 @@ class PrefetchWindow:
         return part.load()
 
     def close(self) -> None:
-        """Let go of all."""
+        """Release all tensors."""
         while self._open:
             self._let_go(next(iter(self._open)))
 
@@ -219,7 +222,7 @@ class PrefetchWindow:
 
 @contextmanager
 def in_turn(*, changed: bool = False) -> Iterator[PrefetchWindow]:
-    """Yield a window that is closed at the end."""
+    """Yield a window that is closed at the end of the `with`."""
     window = PrefetchWindow(changed=changed)
     try:
         yield window

@@ -1,4 +1,4 @@
-"""Placement of tensors: each goes to the fastest tier with space left."""
+"""Placement of tensors: each is stored in the fastest tier with space left."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from launcher.offload.tier import Tier, memory
 
 @dataclass(frozen=True)
 class Placement:
-    """The place where something rests, and the device on which it is worked with.
+    """Where a tensor is stored, and the device on which it is used.
 
     Args:
-        device: that its memory is on while it has any.
-        tier: where it is otherwise; None: always in this memory.
+        device: the device of its memory while it is loaded.
+        tier: where it is stored otherwise; None: always in memory.
     """
 
     device: torch.device
@@ -30,9 +30,9 @@ class TierBudget:
     """A placement with limited space.
 
     Args:
-        placement: what it stands for.
-        size: bytes; None: as many as there are.
-        share: of the bytes of all that is placed.
+        placement: the placement.
+        size: its space in bytes; None: unlimited.
+        share: maximum fraction of the bytes of all tensors.
     """
 
     placement: Placement
@@ -41,10 +41,11 @@ class TierBudget:
 
 
 def placed(sizes: Sequence[int], budgets: Sequence[TierBudget]) -> list[Placement]:
-    """Return a placement for each tensor, in the first budget with space left; the last one takes all.
+    """Return a placement for each tensor: the first budget with space left, else the last one, which is
+    unlimited.
 
     Args:
-        sizes: bytes, in the order in which they choose.
+        sizes: bytes of the tensors, in the order of assignment.
         budgets: fastest first.
     """
     total = sum(sizes)
@@ -63,17 +64,17 @@ def placed(sizes: Sequence[int], budgets: Sequence[TierBudget]) -> list[Placemen
 
 @dataclass
 class Placements:
-    """The places where the shards of a run rest.
+    """Where the shards of a run are stored.
 
     Args:
-        device: what the module computes on.
-        parameters, optimizer: budgets for the shards of parameters, and for what the optimizer works with: master
-            weights, gradients and states. None: all stay on the device.
-        buffers: memory for what comes and goes.
-        ahead, units_ahead: elements and units of parameters that are read before they are gathered, at most.
-        reads_ahead: the next buffer is read while the optimizer steps this one.
-        states: fp32 states of the optimizer for each element, as far as is known before it has any.
-        cut: elements of a flat buffer of one rank; one parameter at least.
+        device: the compute device of the module.
+        parameters, optimizer: budgets for the shards of parameters, and for the optimizer's tensors: master
+            weights, gradients and optimizer state. None: all stay on the device.
+        buffers: memory for offloaded tensors.
+        ahead, units_ahead: maximum elements and units of parameters that are read before they are gathered.
+        reads_ahead: read the next buffer while the optimizer steps the current one.
+        states: number of fp32 optimizer states per element, estimated before they exist.
+        cut: maximum elements of a flat buffer per rank; a buffer has at least one parameter.
     """
 
     device: torch.device
@@ -93,13 +94,13 @@ class Placements:
         return placed(sizes, self.optimizer or [TierBudget(Placement(self.device))])
 
     def reserve(self, sizes: Sequence[tuple[Placement, int]]) -> None:
-        """Reserve so many bytes, before anything is written."""
+        """Reserve space for tensors of these bytes before anything is written."""
         for tier in self.tiers:
             if wanted := sum(size for placement, size in sizes if placement.tier is tier):
                 tier.reserve(wanted)
 
     def resting(self, key: str, numel: int, dtype: torch.dtype, placement: Placement) -> OffloadedTensor:
-        """Return a tensor of zeros in a placement, or one without values yet where it comes and goes."""
+        """Return a zeroed tensor in a placement or, on a tier, one without values yet."""
         if placement.tier is not None:
             return OffloadedTensor(key, numel, dtype, self.buffers, placement.tier)
         return OffloadedTensor(
@@ -107,7 +108,7 @@ class Placements:
         )
 
     def staying(self, tensor: Tensor) -> OffloadedTensor:
-        """Return a tensor that is here already, and stays."""
+        """Wrap a tensor that is always in memory."""
         return OffloadedTensor("", tensor.numel(), tensor.dtype, self.buffers, tensor=tensor)
 
     def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -116,14 +117,14 @@ class Placements:
         return self.buffers.make(numel, dtype).zero_()
 
     def close(self) -> None:
-        """Delete what rests in tiers."""
+        """Delete all tensors stored in tiers."""
         self.buffers.wait_for_writes()
         for tier in self.tiers:
             tier.close()
 
     @property
     def one_memory(self) -> bool:
-        """Return whether what comes from tiers and what is computed with lies in the same memory."""
+        """Return whether offloaded tensors are loaded into the same memory that is used for compute."""
         return bool(self.tiers) and self.device == torch.device("cpu")
 
     @property

@@ -1,8 +1,8 @@
-"""Tiers: where tensors rest under names. Glossary of the package.
+"""Tiers: storage of tensors by key. Glossary of the package.
 
-A tier takes tensors under keys and gives their values back. A tensor that rests has a place, a range of a file. The
-first write of a key allocates the place; later ones must have as many bytes. Reads and writes are futures, which
-complete in any order; one key has one future at a time.
+A tier stores tensors under keys and returns their values. The first write of a key allocates a range of a
+file; later writes must have the same number of bytes. Reads and writes are futures, which complete in any
+order; each key has at most one future at a time.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from torch import Tensor
 from launcher.errors import OffloadError
 
 ALIGNMENT = 4096
-"""Bytes: addresses, offsets and lengths of direct I/O are multiples of it, on every disk of today."""
+"""Bytes; direct I/O needs addresses, offsets and lengths that are multiples of this, on all current disks."""
 
 HUGE_PAGE = 2 << 20
 
 
 class Tier(Protocol):
-    """A storage for tensors under names. One thread uses it; futures complete in any order."""
+    """Storage for tensors by key. It is used from one thread; futures complete in any order."""
 
     @property
     def name(self) -> str:
-        """Return the name for people: `nvme`."""
+        """Return the name for messages: `nvme`."""
 
     def reserve(self, size: int) -> None:
-        """Make sure of room for `size` bytes more. To be called before the run, with all that will be written.
+        """Ensure space for `size` more bytes. Call this before the run, with the total to be written.
 
         Raises:
-            OffloadError: there is less, with the bytes needed and found.
+            OffloadError: there is less space; contains the bytes needed and found.
         """
 
     def write(self, key: str, tensor: Tensor) -> Future[None]:
-        """Keep the values of a contiguous tensor, which must not change until the future is done."""
+        """Store the values of a contiguous tensor, which must not change until the future is done."""
 
     def read(self, key: str, into: Tensor) -> Future[None]:
-        """Fill a contiguous tensor of as many bytes as were written; nobody may touch it until the future is done."""
+        """Fill a contiguous tensor of the size written, which must not be used until the future is done."""
 
     def free(self, key: str) -> None:
-        """Give the place of a key back. Waits for nothing: its futures must be done."""
+        """Free the storage of a key, whose futures must be done."""
 
     def close(self) -> None:
-        """Wait for what is under way and free everything. A second call does nothing."""
+        """Wait for all transfers and free everything. A second call does nothing."""
 
 
 def buffer(numel: int, dtype: torch.dtype, *, pin: bool | None = None) -> Tensor:
-    """Return host memory [numel] that tiers like, with any content: it begins at a multiple of 4096 bytes and is given
-    back to the system when the tensor dies. Page-locked under CUDA, or as `pin` says."""
+    """Return uninitialized host memory [numel] suited to tiers: aligned to 4096 bytes, and returned to the
+    system when the tensor is freed. Page-locked if `pin` is true or, by default, if CUDA is available."""
     size = numel * dtype.itemsize
     if size == 0:
         return torch.empty(numel, dtype=dtype)
@@ -66,23 +66,24 @@ def buffer(numel: int, dtype: torch.dtype, *, pin: bool | None = None) -> Tensor
 
 
 def memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the memory [numel] of a device, with any content, for what lives long. In huge pages where it is large and
-    the CPU's: an optimizer's step over it is then up to twice as fast, as the processor fetches ahead across 4096
-    bytes."""
+    """Return uninitialized memory [numel] of a device, for long-lived tensors. Large CPU tensors use huge
+    pages: an optimizer step over them is up to twice as fast, because the hardware prefetcher is not stopped
+    by the end of a 4096-byte page."""
     if device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
         return buffer(numel, dtype, pin=False)
     return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _mapped(size: int, *, forks: bool = True) -> np.ndarray:
-    """Return new memory, uint8 [size], in huge pages where it is large: direct I/O on them is twice as fast, as a
-    request is then a few long pieces for the disk and not one of every 4096 bytes.
+    """Return new memory, uint8 [size], in huge pages if it is large. Direct I/O on huge pages is twice as
+    fast, because a request is a few long segments for the disk instead of one per 4096 bytes.
 
     Args:
-        forks: forked processes (a DataLoader's workers) have it, too. Linux would copy locked pages for each at once.
+        forks: share the memory with forked processes (a DataLoader's workers). Linux would copy locked pages
+            for each of them at once.
     """
     large = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
-    room = size + HUGE_PAGE if large else size  # what is never touched takes no memory
+    room = size + HUGE_PAGE if large else size  # pages that are never touched take no memory
     mapping = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if not forks and hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DONTFORK)
@@ -90,19 +91,19 @@ def _mapped(size: int, *, forks: bool = True) -> np.ndarray:
     if not large:
         return pages
     start = -pages.ctypes.data % HUGE_PAGE
-    with contextlib.suppress(OSError):  # a kernel without them
-        # the end, if it fills no huge page, is left to small ones: it would take a whole one
+    with contextlib.suppress(OSError):  # the kernel has no huge pages
+        # exclude an end that does not fill a huge page: it would take a whole one
         mapping.madvise(mmap.MADV_HUGEPAGE, start, size - size % HUGE_PAGE)
     return pages[start : start + size]
 
 
 def padded(size: int) -> int:
-    """Return `size` bytes rounded up to what direct I/O can move."""
+    """Return `size` bytes rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return the bytes of its values."""
+    """Return the bytes of the tensor's values."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -121,7 +122,7 @@ def as_bytes(tensor: Tensor, key: str) -> Tensor:
 
 
 def wrong_size(key: str, asked: int, there: int | None) -> OffloadError:
-    """Return the error for a key that has another size, or is not there at all (`there` is None)."""
+    """Return the error for a key with a different size, or for a missing key (`there` is None)."""
     if there is None:
         return OffloadError(f"{key} was never written, or was freed", where="offload tier")
     return OffloadError(
@@ -132,8 +133,8 @@ def wrong_size(key: str, asked: int, there: int | None) -> OffloadError:
 
 
 def _lock_pages(pages: np.ndarray) -> None:
-    """Page-lock memory without torch's allocator of pinned memory, which rounds sizes up to powers of two."""
+    """Page-lock memory without torch's pinned memory allocator, which rounds sizes up to powers of two."""
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(pages.ctypes.data, pages.nbytes, 0))
-    # the array ends before the mapping under it does
+    # the array is freed before its mapping
     weakref.finalize(pages, runtime.cudaHostUnregister, pages.ctypes.data).atexit = False

@@ -1,1 +1,1 @@
-"""Optimizers and schedules: the step on what a rank owns."""
+"""Optimizers and schedules: the optimizer step on the slices that a rank owns."""

@@ -1,4 +1,4 @@
-"""The way from the JSON's `optimizer`, or the caller's own, to the factory of the inner torch optimizer."""
+"""Builds the factory of the inner torch optimizer from the JSON config's `optimizer` or the caller's own."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from launcher.errors import ConfigError, UntestedOptimizerError
 from launcher.optim.elementwise import UncorrectedAdam, UncorrectedAdamW
 from launcher.optim.sharded import OptimizerFactory
 
-# What an optimizer must be to step slices of parameters: elementwise. These torch classes are not.
+# Only elementwise optimizers can step slices of parameters. These torch classes are not elementwise.
 NOT_ELEMENTWISE = {"LBFGS", "SparseAdam", "Adafactor"}
 FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
-# Keywords of the JSON that torch's classes do not take.
+# Keywords of the JSON config that torch's classes do not accept.
 DEEPSPEED_ONLY = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
 
 
 def params_of(config: OptimizerConfig) -> dict[str, Any]:
-    """Return `optimizer.params` as keywords: those that the type takes; pairs are tuples."""
+    """Return `optimizer.params` as keywords for the optimizer type, with lists converted to tuples."""
     params = config.to_dict()["params"].items()
     return {key: tuple(value) if isinstance(value, list) else value for key, value in params}
 
 
 def from_config(config: OptimizerConfig) -> OptimizerFactory:
-    """Return the optimizer that `optimizer.type` names, with its params.
+    """Return the factory of the configured `optimizer.type` with its params.
 
-    "Adam" means AdamW unless `adam_w_mode` is false, as in DeepSpeed. Fused kernels are used where torch has them.
+    As in DeepSpeed, "Adam" means AdamW unless `adam_w_mode` is false. Fused kernels are used if torch has
+    them.
 
     Raises:
-        ConfigError: its package is not installed.
+        ConfigError: the optimizer's package is not installed.
     """
     params = params_of(config)
     if config.type == "Muon":
@@ -64,7 +65,7 @@ def from_config(config: OptimizerConfig) -> OptimizerFactory:
 
 
 def _adagrad(keywords: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make it fused where all it steps is on the CPU: torch 2.11 refuses that on GPUs."""
+    """Use the fused kernel only if all parameters are on the CPU: torch 2.11 does not support it on GPUs."""
     devices = {p.device.type for group in groups for p in group["params"]}
     return torch.optim.Adagrad(groups, **{**keywords, "fused": devices <= {"cpu"}})
 
@@ -78,7 +79,7 @@ def _muon(params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.O
 
 
 def _installed(kind: str) -> Any:
-    """Return the package that an optimizer type comes from, imported."""
+    """Import and return the package of an optimizer type."""
     package = str(TYPES[kind].package)
     try:
         return importlib.import_module(package)
@@ -91,11 +92,12 @@ def _installed(kind: str) -> Any:
 
 
 def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> OptimizerFactory:
-    """Return the caller's own optimizer: its parameters are replaced by this rank's slices, its options stay.
+    """Return a factory for the caller's own optimizer, which keeps its options and gets this rank's slices as
+    parameters.
 
     Raises:
-        ConfigError: it is no elementwise optimizer of torch, or one we do not know and
-            `zero_allow_untested_optimizer` is false.
+        ConfigError: the optimizer is not elementwise, or it is unknown and `zero_allow_untested_optimizer` is
+            false.
     """
     name = type(optimizer).__name__
     if name in NOT_ELEMENTWISE:
@@ -127,23 +129,26 @@ def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> 
 
 
 def _adopt_muon(optimizer: torch.optim.Muon, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return torch's Muon wants whole matrices: ours, with its options, steps the slices."""
+    """Return our Muon with the caller's options: torch's needs whole matrices, and ours steps slices."""
     from launcher.optim.muon import Muon
 
     muon = Muon([{**group, "use_muon": True} for group in groups])
-    optimizer.param_groups = muon.param_groups  # a schedule made from the caller's object reaches ours
+    # a schedule created on the caller's object must also change our groups
+    optimizer.param_groups = muon.param_groups
     return muon
 
 
 def named_groups(parameters: Iterable[Any] | None, names: dict[int, str]) -> list[dict[str, Any]]:
-    """Return param groups by name: of `model_parameters` or of a client optimizer's `param_groups`.
+    """Return param groups with parameter names, from `model_parameters` or a client optimizer's
+    `param_groups`.
 
     Args:
-        parameters: parameters, or dicts with "params" and options; None: every trainable parameter in one group.
+        parameters: parameters, or dicts with "params" and options; None: every trainable parameter in one
+            group.
         names: id(parameter) -> name, for the trainable parameters of the model.
 
     Raises:
-        ConfigError: a parameter that the model does not have.
+        ConfigError: a parameter does not belong to the model.
     """
     if parameters is None:
         return [{"names": list(dict.fromkeys(names.values()))}]
@@ -172,9 +177,11 @@ def choose(
     parameters: Iterable[Any] | None,
     model: nn.Module,
 ) -> tuple[OptimizerFactory, list[dict[str, Any]]] | None:
-    """Return the factory and the param groups by name; None when neither the caller nor the JSON has an optimizer.
+    """Return the optimizer factory and the param groups by name, or None if neither the caller nor the JSON
+    config has an optimizer.
 
-    The caller's optimizer beats the JSON's, as in DeepSpeed. Must run before parameters move into flat buffers.
+    The caller's optimizer takes precedence, as in DeepSpeed. Must be called before the parameters move into
+    flat buffers.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {id(p): name for name, p in trained.items()}
@@ -190,7 +197,7 @@ def choose(
 
                 groups = halves(groups, trained, params)
             return from_config(config.optimizer), groups
-        # mup makes param groups by the widths of whole parameters, so it has to see them.
+        # mup creates param groups by the widths of whole parameters, so it needs the parameters themselves.
         client = partial(getattr(_installed(kind), kind), **params)
     if not isinstance(client, torch.optim.Optimizer):
         given = (

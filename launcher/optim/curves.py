@@ -1,7 +1,7 @@
-"""DeepSpeed's schedules as functions of the iteration, which is the number of steps of the schedule less one.
+"""DeepSpeed's schedules as functions of the iteration, which is the number of schedule steps minus one.
 
-Iteration -1 is the construction. A warm-up has the same value at -1 and 0, so the first two optimizer steps see it, as
-in DeepSpeed 0.19; LRRangeTest and OneCycle have moved at 0.
+Iteration -1 is the construction of the schedule. Warm-up has the same value at -1 and 0, so the first two
+optimizer steps use it, as in DeepSpeed 0.19; LRRangeTest and OneCycle already change at 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Curve = Callable[[int, int], float]
 
 
 def warmup(iteration: int, steps: int, kind: str) -> float:
-    """Return how far the warm-up of `steps` iterations has come at `iteration`: 0 .. 1, along a logarithm or a line."""
+    """Return the progress of a warm-up at `iteration`, from 0 to 1, logarithmic or linear."""
     steps, iteration = max(2, steps), max(0, iteration)
     if iteration >= steps:
         return 1.0
@@ -31,7 +31,7 @@ def warmup(iteration: int, steps: int, kind: str) -> float:
 
 
 def warmup_lr(params: WarmupLRParams | WarmupDecayLRParams, lrs: Sequence[float]) -> Curve:
-    """Return WarmupLR, and WarmupDecayLR where `params` has a `total_num_steps`."""
+    """Return the curve of WarmupLR, or of WarmupDecayLR if `params` has a `total_num_steps`."""
     lows = per_group("warmup_min_lr", params.warmup_min_lr, lrs)
     highs = per_group("warmup_max_lr", params.warmup_max_lr, lrs)
     total = params.total_num_steps if isinstance(params, WarmupDecayLRParams) else None
@@ -47,7 +47,7 @@ def warmup_lr(params: WarmupLRParams | WarmupDecayLRParams, lrs: Sequence[float]
 
 
 def warmup_cosine_lr(params: WarmupCosineLRParams, lrs: Sequence[float]) -> Curve:
-    """Return WarmupCosineLR: ratios of the optimizer's own learning rates."""
+    """Return the curve of WarmupCosineLR, which scales the optimizer's own learning rates."""
     steps = max(2, params.warmup_num_steps)
     low, end = params.warmup_min_ratio, params.cos_min_ratio
 
@@ -63,7 +63,7 @@ def warmup_cosine_lr(params: WarmupCosineLRParams, lrs: Sequence[float]) -> Curv
 
 
 def range_test_lr(params: LRRangeTestParams, lrs: Sequence[float]) -> Curve:
-    """Return LRRangeTest: growth without end, along a line or in stairs."""
+    """Return the curve of LRRangeTest: unbounded growth, linear or in stairs."""
     lows = per_group("lr_range_test_min_lr", params.lr_range_test_min_lr, lrs)
 
     def curve(iteration: int, group: int) -> float:
@@ -76,7 +76,7 @@ def range_test_lr(params: LRRangeTestParams, lrs: Sequence[float]) -> Curve:
 
 
 def one_cycle_lr(params: OneCycleParams, lrs: Sequence[float]) -> Curve:
-    """Return the learning rate of OneCycle: low, high, low, then divided more and more."""
+    """Return the learning-rate curve of OneCycle: low, high, low, then decaying."""
     lows = per_group("cycle_min_lr", params.cycle_min_lr, lrs)
     highs = per_group("cycle_max_lr", params.cycle_max_lr, lrs)
 
@@ -90,7 +90,7 @@ def one_cycle_lr(params: OneCycleParams, lrs: Sequence[float]) -> Curve:
 
 
 def one_cycle_momentum(params: OneCycleParams, groups: int) -> Curve:
-    """Return the momentum of OneCycle: high, low, high, then multiplied."""
+    """Return the momentum curve of OneCycle: high, low, high, then growing with `decay_mom_rate`."""
     lows = per_group("cycle_min_mom", params.cycle_min_mom, [0.0] * groups)
     highs = per_group("cycle_max_mom", params.cycle_max_mom, [0.0] * groups)
 
@@ -104,7 +104,7 @@ def one_cycle_momentum(params: OneCycleParams, groups: int) -> Curve:
 
 
 def height(params: OneCycleParams, iteration: int) -> float:
-    """Return where in the cycle `iteration` is: 0 at its ends, 1 in its middle, in between along a line or in
+    """Return the height of the cycle at `iteration`: from 0 at its ends to 1 in its middle, linear or in
     stairs."""
     up, down = _halves(params)
     stairs_up = params.cycle_first_stair_count
@@ -119,11 +119,11 @@ def per_group(key: str, value: float | Sequence[float] | None, default: Sequence
 
     Args:
         key: its name in `scheduler.params`.
-        value: one for all, a list, or None for `default`.
+        value: one for all groups, a list, or None for `default`.
         default: one for each param group.
 
     Raises:
-        ConfigError: a list has not one entry a param group.
+        ConfigError: a list does not have one entry per param group.
     """
     if value is None:
         return list(default)
@@ -143,7 +143,7 @@ def _halves(params: OneCycleParams) -> tuple[int, int]:
 
 
 def _intervals_after(params: OneCycleParams, iteration: int) -> float | None:
-    """Return the intervals of decay since the end of the cycle; None while it lasts, 0 where nothing decays."""
+    """Return the decay intervals since the end of the cycle; None during the cycle, 0 without decay."""
     over = iteration - sum(_halves(params)) + 1
     if over < 1:
         return None

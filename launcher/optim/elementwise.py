@@ -1,4 +1,4 @@
-"""Elementwise optimizers of our own: Lion, and torch's Adam without bias correction."""
+"""Our elementwise optimizers: Lion, and torch's Adam without bias correction."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Lion(torch.optim.Optimizer):
     def update(
         group: dict[str, Any], params: list[Tensor], grads: list[Tensor], moments: list[Tensor]
     ) -> None:
-        """Step tensors of one param group."""
+        """Step the tensors of one param group."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         update = torch._foreach_lerp(moments, grads, 1 - beta1)
         torch._foreach_sign_(update)
@@ -56,7 +56,8 @@ class Lion(torch.optim.Optimizer):
 
 
 class _Uncorrected:
-    """At step infinity 1 - beta ** step is exactly 1: torch's kernels, fused ones too, then correct nothing."""
+    """Sets the step to infinity: 1 - beta ** step is then exactly 1, which disables bias correction in
+    torch's kernels, fused ones included."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
         has_complex = super()._init_group(group, *lists)  # type: ignore[misc]

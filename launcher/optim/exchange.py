@@ -1,7 +1,8 @@
-"""Whole matrices out of slices: each is assembled on one rank, worked on there, and its slices go back.
+"""Assembles whole matrices from slices: each on one rank, which processes it and sends its slices back.
 
-Matrices are dealt out so that every rank has about the same work. In each direction one collective carries all of
-them: a rank sends each other rank what it holds of that rank's matrices, (N - 1) / N of its slices in total.
+Matrices are assigned so that every rank has about the same work. In each direction one collective carries all
+of them: each rank sends every other rank its slices of that rank's matrices, (N - 1) / N of its slices in
+total.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from launcher.zero.flat import ParamSlot
 
 
 def deal(slots: Sequence[ParamSlot], degree: int) -> list[int]:
-    """Return the rank that works on each matrix: the most work first, to the rank that has least (LPT scheduling).
+    """Assign each matrix to a rank: in order of decreasing work, to the rank with the least work so far (LPT
+    scheduling).
 
-    At a tie it goes to the rank that holds most of it already. Work is that of a Gram matrix: elements x shorter side.
+    Ties go to the rank that holds most of the matrix already. The work is that of a Gram matrix: elements x
+    shorter side. Returns the rank of each matrix.
     """
     work = [slot.numel * min(slot.shape[-2:]) for slot in slots]
     load, owners = [0] * degree, [0] * len(slots)
@@ -35,13 +38,13 @@ def on_whole(
     work: Callable[[int, Tensor], Tensor],
     tag: str,
 ) -> list[Tensor | None]:
-    """Do `work` on whole matrices of which this rank has slices. A collective.
+    """Apply `work` to whole matrices of which this rank has slices. A collective.
 
     Args:
-        slots: the matrices; the same on all ranks, on one axis.
-        slices: what this rank holds of each [elements]; None: nothing.
+        slots: the matrices; the same on all ranks of one axis.
+        slices: this rank's slice of each [elements]; None if it has no slice.
         work: (index, matrix of the slot's shape) -> the same shape; called on one rank for each matrix.
-        tag: of the collectives: `tag`/assemble and `tag`/return.
+        tag: prefix of the collectives' tags: `tag`/assemble and `tag`/return.
 
     Returns:
         This rank's slices of the results.
@@ -59,7 +62,7 @@ def _assemble(
 ) -> dict[int, Tensor]:
     axis = slots[0].flat.axis
     mine = [i for i, owner in enumerate(owners) if owner == axis.rank]
-    # Where optimizer state is not sharded, the owner holds its matrices whole already.
+    # If optimizer state is not sharded, the owner already holds its matrices whole.
     parts = [
         [
             (i, held(slot, rank))

@@ -1,8 +1,9 @@
-"""The step of a flat buffer as soon as its gradient is reduced, while earlier units still compute their backward.
+"""Optimizer-in-backward: steps a flat buffer once its gradient is reduced, before the backward ends.
 
-What rests on NVMe is read while the units before it are reduced, and written while those behind it compute: the disk
-and the processor work at the same time. It is the step that `ShardedOptimizer.step` would do, done earlier, so it
-needs that nothing about the whole gradient has to be known first: no clipping, no overflow that leaves a step out.
+Tensors on NVMe are read while gradients are being reduced, and written back while the backward of the
+remaining units runs, so disk and compute overlap. It is the same step as in `ShardedOptimizer.step`, done
+earlier. It therefore requires that the step does not depend on the whole gradient: no clipping, and no
+skipping of steps on overflow.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class OptimizerInBackward:
-    """The listener that the reducer calls for the gradients of the last microbatch of a step.
+    """Listens to the reducer for the gradients of the last microbatch of a step.
 
     Args:
-        optimizer: steps them.
-        scale: gives the factor on all gradients, that of the step to come.
+        optimizer: steps the gradients.
+        scale: returns the factor on all gradients in the coming step.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, scale: Callable[[], float]) -> None:
@@ -29,10 +30,11 @@ class OptimizerInBackward:
         self._expected: set[FlatGradient] = set()
 
     def on_reduce_start(self, gradient: FlatGradient) -> None:
-        """Its reduction has started: read what its step needs, if that comes from somewhere.
+        """Start loading the tensors of an offloaded step when the reduction starts.
 
-        Parameters that another rank may have used and this one has not are left to the step. So is what is not
-        gathered anew before it is used again: its publication would be a collective inside the backward.
+        Parameters that another rank may have used and this one has not are left to the regular step. So are
+        buffers that are not gathered again before their next use: publishing them would be a collective
+        inside the backward.
         """
         state, flat = self.optimizer.states[gradient], gradient.flat
         own = flat.sharded or flat.axis.degree == 1
@@ -41,7 +43,7 @@ class OptimizerInBackward:
             self._expected.add(gradient)
 
     def on_reduced(self, gradient: FlatGradient) -> bool:
-        """Step it, now that it is reduced; return True if it is not needed any more."""
+        """Step a reduced gradient; return True if it is not needed any more."""
         if gradient not in self._expected:
             return False
         self._expected.remove(gradient)

@@ -1,7 +1,7 @@
 """Lamb (You et al. 2019, arXiv 1904.00962), with DeepSpeed's formula: Adam's update scaled by |weights| / |update|.
 
-Both norms are of whole parameters. Ranks hold slices, so the sums of squares of all parameters travel in one
-all-reduce, in fp64.
+Both norms are of whole parameters. Ranks hold slices, so one fp64 all-reduce sums the squares of all
+parameters.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from launcher.optim.whole import Stepped, WholeOptimizer
 class Lamb(WholeOptimizer):
     """u = m / (sqrt(v) + eps) + wd p;  p <- p - lr c clip(|p| / |u|, min_coeff, max_coeff) u.
 
-    c is Adam's bias correction, sqrt(1 - b2^t) / (1 - b1^t). The ratio is 1 where one of the norms is 0.
+    c is Adam's bias correction, sqrt(1 - b2^t) / (1 - b1^t). The ratio is 1 if one of the norms is 0.
 
     Args:
         params: param groups of slices.
-        lr, betas, eps, weight_decay, bias_correction: as of Adam.
+        lr, betas, eps, weight_decay, bias_correction: as in Adam.
         max_coeff, min_coeff: bounds of the trust ratio.
         eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
     """
@@ -46,7 +46,7 @@ class Lamb(WholeOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take the gradients into the moments."""
+        """Update the moments with the gradients."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
@@ -72,7 +72,7 @@ class Lamb(WholeOptimizer):
         if flat.shards_optim:
             all_reduce(squares, flat.axis, "optimizer/lamb").wait()
         known = (squares > 0).all(0).double()
-        # the host waits here, once
+        # the only synchronization with the host
         ratios, both = torch.stack([(squares[0] / squares[1]).sqrt(), known]).tolist()
         for each, ratio, known in zip(stepped, ratios, both, strict=True):
             if each.slice is not None:
@@ -82,7 +82,8 @@ class Lamb(WholeOptimizer):
                 each.slice.add_(self._update(each.slice, group), alpha=-size)
 
     def _update(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return [elements of the slice]; made twice instead of kept, so that it exists for one slice at a time."""
+        """Return the update [elements of the slice]. It is computed twice instead of stored, so that it
+        exists for only one slice at a time."""
         state, eps = self.state[p], group["eps"]
         root = (
             (state["exp_avg_sq"] + eps).sqrt_()

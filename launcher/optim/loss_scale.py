@@ -1,4 +1,4 @@
-"""Loss scale of fp16 training (DeepSpeed's `fp16` section; its rule is DynamicLossScaler's)."""
+"""The loss scale of fp16 training (DeepSpeed's `fp16` section, with the rule of its DynamicLossScaler)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from launcher.errors import LauncherError
 
 
 class LossScaleExhausted(LauncherError):
-    """The scale is at its floor and gradients still overflow. Raised on every rank; the engine is as it was before the
-    step, so it can be saved.
+    """The scale is at its floor and gradients still overflow. Raised on every rank; the engine is unchanged
+    by the step, so it can be saved.
 
     Args:
         scale: the floor.
-        which: the parameters, in words; "" when nobody looked.
+        which: names of the overflowing parameters; "" if they were not searched for.
     """
 
     def __init__(self, scale: float, which: str = "") -> None:
@@ -33,15 +33,15 @@ class LossScaleExhausted(LauncherError):
 
 @dataclass
 class LossScale:
-    """The factor on the loss: static, or doubled after good steps and halved after overflows.
+    """The loss scale: static, or doubled after good steps and halved after overflows.
 
     Args:
-        scale: the factor now.
+        scale: the current scale.
         dynamic: false for bf16 and fp32 (scale 1) and for a static `loss_scale`.
-        window: good steps before the one that doubles it (`loss_scale_window`).
+        window: number of good steps before the one that doubles the scale (`loss_scale_window`).
         minimum: floor (`min_loss_scale`).
-        hysteresis: overflows tolerated before it halves.
-        consecutive: refill the tolerance after every good step (`consecutive_hysteresis`).
+        hysteresis: number of overflows tolerated before the scale is halved.
+        consecutive: reset the tolerance after every good step (`consecutive_hysteresis`).
     """
 
     scale: float = 1.0
@@ -56,10 +56,11 @@ class LossScale:
 
     @classmethod
     def of(cls, fp16: Fp16Config, *, autocast: bool = False) -> LossScale:
-        """Return the scale that the section asks for; 1 when fp16 is off.
+        """Return the configured loss scale; 1 if fp16 is off.
 
         Args:
-            autocast: float16 under torch_autocast, which is scaled by the numbers of the section though it is off.
+            autocast: float16 under torch_autocast, which uses the scale settings of the section even if it is
+                off.
         """
         if not (fp16.enabled or autocast):
             return cls()
@@ -77,7 +78,7 @@ class LossScale:
 
     @property
     def at_floor(self) -> bool:
-        """Return whether it cannot fall any more."""
+        """Return whether the scale cannot be reduced further."""
         return self.dynamic and self.scale == self.minimum
 
     @property
@@ -86,7 +87,7 @@ class LossScale:
         return self.at_floor and 1 in (self.hysteresis, self.tolerance)
 
     def update(self, overflow: bool) -> None:
-        """Call once a step.
+        """Update the scale, once per step.
 
         Raises:
             LossScaleExhausted: an overflow at the floor.
@@ -127,7 +128,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Go on from there; not between runs with a dynamic scale and those with a fixed one or none."""
+        """Load a saved dynamic scale; ignored unless both the saved and the current scale are dynamic."""
         if not (self.dynamic and state.get("dynamic", True)):
             return
         self.scale, self.tolerance = float(state["scale"]), int(state["tolerance"])

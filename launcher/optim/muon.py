@@ -1,7 +1,7 @@
-"""Muon (Jordan 2024): the momentum of a matrix, orthogonalised; other parameters are stepped by Adam.
+"""Muon (Jordan 2024): orthogonalised momentum for matrices; all other parameters are stepped by Adam.
 
-Momentum is elementwise, so it stays in slices like every other state. Orthogonalising needs the matrix: each one is
-assembled on one rank (`exchange.py`), made orthogonal there, and its slices go back.
+Momentum is elementwise, so it stays in slices like all other state. Orthogonalisation needs whole matrices:
+each one is assembled on one rank (`exchange.py`), orthogonalised there, and its slices are sent back.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from launcher.optim.orthogonalize import orthogonalize
 from launcher.optim.whole import Stepped, WholeOptimizer
 
 Groups = list[dict[str, Any]]
-NOT_BY_MUON = (
-    "embed",
-    "lm_head",
-    "bias",
-)  # in a name; biases of experts have a row for each and are no matrices
+# substrings of names; biases of experts are 2-D (one row per expert) but not matrices
+NOT_BY_MUON = ("embed", "lm_head", "bias")
 
 
 class Muon(WholeOptimizer):
     """m <- b m + (1 - b) g;  u = b m + (1 - b) g;  p <- (1 - lr wd) p - lr orthogonal(u).
 
     Args:
-        groups: param groups of slices. Those with "use_muon" have lr, weight_decay, momentum and ns_method (or the
-            options of torch.optim.Muon); the others are Adam's.
-        adam: makes the optimizer of the other groups.
+        groups: param groups of slices. Groups with "use_muon" have lr, weight_decay, momentum and ns_method
+            (or the options of torch.optim.Muon); the others have Adam's options.
+        adam: creates the optimizer of the other groups.
     """
 
     def __init__(self, groups: Groups, adam: Callable[[Groups], torch.optim.Optimizer] | None = None) -> None:
@@ -40,7 +37,7 @@ class Muon(WholeOptimizer):
         self.adam: torch.optim.Optimizer | None = None
         rest = [group for group in self.param_groups if not group["use_muon"]]
         if adam is not None and rest:
-            # One set of groups and one state for both: learning rates and checkpoints reach Adam's share, too.
+            # Both share their groups and state, so learning rates and checkpoints also apply to Adam's part.
             self.adam = adam([dict(group) for group in rest])
             for group, filled in zip(rest, self.adam.param_groups, strict=True):
                 group.update(filled)
@@ -48,7 +45,7 @@ class Muon(WholeOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take the gradients of matrices into the momentum, and step everything else."""
+        """Update the momentum of matrices, and step all other parameters."""
         for group in self.param_groups:
             if group["use_muon"]:
                 for p in group["params"]:
@@ -62,12 +59,12 @@ class Muon(WholeOptimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         momentum: Tensor = self.state[p]["momentum_buffer"]
         momentum.lerp_(grad, 1 - group["momentum"])
-        # In the gradient's own memory, which is not needed any more.
+        # Reuses the memory of the gradient, which is not needed any more.
         return grad.lerp_(momentum, group["momentum"]) if group.get("nesterov", True) else momentum
 
     @torch.no_grad()
     def finish(self, stepped: list[Stepped]) -> None:
-        # Experts that are spread lie on an axis of their own. A part may be on the host: the same part on all ranks.
+        # Distributed experts have a separate axis. Some buffers may be on the host, the same on all ranks.
         alike: dict[tuple[Axis, torch.device], list[Stepped]] = {}
         for each in stepped:
             if each.group["use_muon"]:
@@ -78,7 +75,7 @@ class Muon(WholeOptimizer):
         self._updates.clear()
 
     def _step_matrices(self, matrices: list[Stepped]) -> None:
-        """Step matrices of one axis. A collective of it."""
+        """Step the matrices of one axis. A collective over that axis."""
         updates = [None if each.slice is None else self._updates[each.slice] for each in matrices]
         slots = [each.slot for each in matrices]
         results = on_whole(slots, updates, lambda i, u: _orthogonal(u, matrices[i].group), "optimizer/muon")
@@ -95,7 +92,8 @@ def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _by_torch(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return what torch.optim.Muon makes of an update: one step of it from zero, without momentum, at a rate of 1."""
+    """Return the update of torch.optim.Muon: one step from zero, without momentum, with a learning rate of
+    1."""
     taken = nn.Parameter(torch.zeros_like(update))
     taken.grad = update
     keys = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
@@ -105,7 +103,8 @@ def _by_torch(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def by_muon(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon steps the parameter: `use_muon` set on it, else a matrix but no embedding, head or bias."""
+    """Return whether Muon steps the parameter: its `use_muon` attribute or, by default, any matrix except
+    embeddings, heads and biases."""
     said = getattr(parameter, "use_muon", None)
     if said is not None:
         return bool(said)
@@ -113,11 +112,11 @@ def by_muon(name: str, parameter: Tensor) -> bool:
 
 
 def halves(groups: Groups, parameters: dict[str, nn.Parameter], params: dict[str, Any]) -> Groups:
-    """Return every param group as Muon's half and Adam's, as DeepSpeed splits them.
+    """Split every param group into a Muon and an Adam group, as DeepSpeed does.
 
     Args:
-        groups: dicts with "names" and options, which beat `params`.
-        parameters: by name.
+        groups: dicts with "names" and options, which override `params`.
+        parameters: parameters by name.
         params: `optimizer.params`.
     """
     muon_lr, adam_lr = (params.get(key, params["lr"]) for key in ("muon_lr", "adam_lr"))

@@ -1,9 +1,9 @@
-"""An optimizer's step in one pass over host memory: gradients of any dtype in, 16-bit parameters out.
+"""An optimizer step in one pass over host memory: gradients of any dtype in, 16-bit parameters out.
 
-Tile by tile a gradient is cast into a scratch buffer that stays in cache, torch's fused kernel steps the tile, and
-the new weights are cast into the parameter while they are still in cache: memory sees every tensor once. Nothing is
-compiled, unless somebody asks for it (`compiled.py`). State has the names, shapes and numbers that torch.optim's fused
-classes give it.
+Tile by tile, a gradient is cast into a scratch buffer that stays in cache, torch's fused kernel steps the
+tile, and the new weights are cast into the parameter while they are still in cache: every tensor crosses the
+memory bus once. Nothing is compiled unless requested (`compiled.py`). The state has the same names, shapes
+and values as in torch.optim's fused classes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from launcher.offload.tier import memory
 from launcher.optim.elementwise import Lion, UncorrectedAdam, UncorrectedAdamW
 
 TILE = 2**19
-"""Elements; its fp32 scratch takes 2 MiB. Smaller ones cost Python's time, and that of torch's threads to meet, which
-they do three times a tile; larger ones leave the cache. Measured best with one thread and with two."""
+"""Elements of a tile; its fp32 scratch buffer takes 2 MiB. Smaller tiles cost more Python overhead and
+synchronisation of torch's threads (three times a tile); larger ones do not fit into the cache. The fastest
+size measured, with one thread and with two."""
 
 Kernel = Callable[[dict[str, Any], Tensor | None], Callable[["Tile"], None]]
-"""For a param group and the divisor of the gradients, or None: what steps a tile."""
+"""(param group, divisor of the gradients or None) -> the function that steps a tile."""
 
 
 @dataclass
 class FusedSlice:
-    """The slice that is stepped: a part of one parameter, all tensors 1-D, contiguous, of one length, in host memory.
+    """A slice to step: a part of one parameter. All tensors are 1-D, contiguous, of one length, in host
+    memory.
 
     Args:
-        weights: the master weights; stepped in place.
-        grad: of any floating dtype; its values are lost.
-        state: the optimizer's state of this slice; {} before the first step. Filled and updated.
-        param: takes the new weights in its own dtype; None: nothing does.
-        zeros: makes a state that is missing: (name, dtype) -> zeros like the weights; default: of new memory.
+        weights: the master weights; updated in place.
+        grad: the gradient, in any floating dtype; overwritten.
+        state: the optimizer state of this slice; {} before the first step. Filled and updated.
+        param: receives the new weights in its own dtype; None: not needed.
+        zeros: allocates missing state: (name, dtype) -> zeros like the weights; default: new memory.
     """
 
     weights: Tensor
@@ -49,14 +51,14 @@ class FusedSlice:
 
 @dataclass
 class Tile:
-    """Parts of slices that are stepped by one call of a kernel.
+    """Parts of slices that are stepped by one kernel call.
 
     Args:
-        weights, grads: as they are held, and, inside the kernel, in the dtype of the arithmetic.
+        weights, grads: in their own dtype and, inside the kernel, in the dtype of the arithmetic.
         params: see `FusedSlice.param`.
-        states: name -> one tensor a part.
-        steps: the step counter of each part; empty where the optimizer counts none.
-        first: the state was made in this step.
+        states: name -> one tensor per part.
+        steps: the step counter of each part; empty if the optimizer has no step counter.
+        first: the state was created in this step.
     """
 
     first: bool
@@ -70,16 +72,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class FusedRule:
-    """One optimizer.
+    """How to step one type of optimizer.
 
     Args:
-        states: names of its elementwise states for a param group.
-        counts: it keeps a step counter.
-        kernel: makes what steps a tile in one dtype; once a step, as tiles come every 100 us.
-        scales: the kernel divides by it. Else gradients are multiplied before.
-        passes_once: the kernel reads memory once, so what needs no cast needs no tiles.
-        corrects: false: bias corrections are those of infinitely many steps.
-        decoupled: weight decay is AdamW's; None: the rule is not Adam's, and is not compiled.
+        states: returns the names of its elementwise states for a param group.
+        counts: it has a step counter.
+        kernel: creates the function that steps a tile in one dtype; called once per step, because tiles take
+            only about 100 us each.
+        scales: the kernel divides the gradients by the divisor; otherwise they are multiplied beforehand.
+        passes_once: the kernel makes a single pass over memory, so slices that need no cast need no tiles.
+        corrects: false: no bias correction (the step counter is infinity).
+        decoupled: weight decay is AdamW's; None: not an Adam rule, never compiled.
     """
 
     states: Callable[[dict[str, Any]], tuple[str, ...]]
@@ -142,9 +145,9 @@ RULES: dict[type, FusedRule] = {
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> FusedRule | None:
-    """Return how to step in one pass what `optimizer.step()` would; None where that has to be called: its class is not
-    known, it does not use torch's fused kernels, or somebody hooked or replaced the call (torch's schedulers only note
-    it). A class may say that it `steps_as` another one."""
+    """Return the rule that replaces `optimizer.step()`, or None if that must be called: its class is unknown,
+    it does not use torch's fused kernels, or the call was hooked or replaced (except by torch's schedulers,
+    which only record it). A class may declare that it `steps_as` another one."""
     kind = getattr(optimizer, "steps_as", type(optimizer))
     rule, replaced = RULES.get(kind), vars(optimizer).get("step")
     replaced = getattr(replaced, "stands_for", replaced)
@@ -165,13 +168,13 @@ def step(
     dtype: torch.dtype = torch.float32,
     compiles: bool = False,
 ) -> None:
-    """Step slices of one param group, with all cores that torch has.
+    """Step slices of one param group with all of torch's threads.
 
     Args:
         group: the options of the optimizer's param group.
         scale: factor on all gradients.
-        dtype: of the arithmetic and of new state.
-        compiles: what has to be cast goes through a compiled loop, where there is one for it.
+        dtype: the dtype of the arithmetic and of new state.
+        compiles: step slices that need a cast with a compiled loop, if one exists.
     """
     multiply = scale if scale != 1.0 and (scale == 0.0 or not rule.scales) else None
     divisor = torch.full((), 1 / scale) if scale != 1.0 and multiply is None else None
@@ -196,7 +199,7 @@ def _needs_no_cast(item: FusedSlice, dtype: torch.dtype) -> bool:
 
 
 def _begin(rule: FusedRule, group: dict[str, Any], item: FusedSlice, dtype: torch.dtype) -> bool:
-    """Make the state that is missing and count the step; returns whether state was made."""
+    """Create missing state and increment the step counter; return whether state was created."""
     state, first = item.state, False
     for name in rule.states(group):
         if state.get(name) is None:
@@ -215,8 +218,8 @@ def _zeros(like: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 def _tiles(
     rule: FusedRule, group: dict[str, Any], items: Iterable[tuple[FusedSlice, bool]], size: int
 ) -> Iterator[Tile]:
-    """Cut large slices and join small ones. Cuts are at multiples of `size`, a multiple of what a kernel does at once:
-    every element meets the instructions that it would meet in an uncut slice."""
+    """Split large slices and join small ones. Slices are cut at multiples of `size`, which is a multiple of
+    the kernels' vector width, so every element is computed by the same instructions as in an uncut slice."""
     tile = Tile(first=False)
     for item, first in items:
         names = rule.states(group)
@@ -261,7 +264,7 @@ _scratch: dict[str, Tensor] = {}
 
 
 def _cast(tensors: list[Tensor], dtype: torch.dtype, place: int) -> list[Tensor]:
-    """Return the tensors in `dtype`: those of another one in scratch buffer number `place`."""
+    """Return the tensors in `dtype`, using scratch buffer number `place` for those with another dtype."""
     for tensor in tensors:
         if tensor.dtype != dtype:
             break

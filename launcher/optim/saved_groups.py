@@ -1,4 +1,4 @@
-"""Param groups of a checkpoint, and those of the run that loads it."""
+"""Matches the param groups of a checkpoint to those of the run that loads it."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from typing import Any
 from launcher.errors import CheckpointError
 
 LABELS = {"name", "moe"}
-"""Options that say nothing of a step."""
+"""Options that do not affect the step."""
 
 
 def take_options(
     groups: Sequence[dict[str, Any]], saved: Mapping[str, Any], names: Sequence[Sequence[str]]
 ) -> None:
-    """Give the param groups of a run the options that their parameters had.
+    """Load the saved options of the parameters into the param groups of a run.
 
     Raises:
         CheckpointError: as `saved_groups`.
     """
     for group, number in zip(groups, saved_groups(saved, names), strict=True):
-        # JSON has no tuples: keep the kind that the optimizer uses
+        # JSON has no tuples: restore the type that the optimizer uses
         options = saved["param_groups"][number].items()
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options})
 
 
 def saved_groups(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[int]:
-    """Return the number of the saved group whose options each group of a run has.
+    """Return, for each group of a run, the number of the saved group whose options it takes.
 
-    A script may make its groups in another order, or fewer of them: DeepSpeed puts experts into groups of their own.
+    A script may create its groups in another order, or fewer of them: DeepSpeed puts experts into separate
+    groups.
 
     Args:
-        saved: param_groups, and the names of their parameters, unless an older version wrote them.
-        names: of this rank's parameters, by group.
+        saved: the saved param_groups, and the names of their parameters unless an older version wrote the
+            checkpoint.
+        names: names of this rank's parameters, by group.
 
     Raises:
-        CheckpointError: the parameters of a group were in several ones, with other options.
+        CheckpointError: the parameters of one group were in several saved groups with different options.
     """
     options, own = list(saved["param_groups"]), saved.get("names")
     if own is None:
@@ -45,7 +47,7 @@ def saved_groups(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> li
     found = []
     for at, group in enumerate(names):
         numbers = dict.fromkeys(number_of[name] for name in group if name in number_of)
-        if not numbers:  # of another pipeline stage
+        if not numbers:  # all parameters are on another pipeline stage
             _check_count(len(options), len(names))
         several = {number: _telling(options[number]) for number in numbers}
         first = next(iter(several), at)
@@ -61,16 +63,18 @@ def saved_groups(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> li
 
 
 def schedule_of(state: Mapping[str, Any], groups: Sequence[int], count: int) -> dict[str, Any]:
-    """Return the state of a schedule, and of those in it, whose lists by param group are those of these groups.
+    """Return the state of a schedule, including nested schedules, with its per-group lists rearranged for
+    these groups.
 
     Args:
-        count: how many groups were saved.
+        groups: for each group of the run, the number of its saved group.
+        count: the number of saved groups.
     """
     return {key: _by_group(key, value, groups, count) for key, value in state.items()}
 
 
 def _by_group(key: Any, value: Any, groups: Sequence[int], count: int) -> Any:
-    if type(value) is dict:  # milestones are in one of another kind
+    if type(value) is dict:  # not for subclasses such as the Counter of milestones
         return schedule_of(value, groups, count)
     if isinstance(value, list) and any(type(inner) is dict for inner in value):
         return [_by_group(key, inner, groups, count) for inner in value]

@@ -1,6 +1,6 @@
-"""The JSON's `scheduler` -> an object that the engine steps after each optimizer step.
+"""Builds the configured `scheduler`: an object that the engine steps after each optimizer step.
 
-DeepSpeed's schedules are curves over one class; torch's are torch's own classes.
+DeepSpeed's schedules are curves in one class; torch's schedules are torch's own classes.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ from launcher.optim.curves import (
 )
 
 SECOND_BETA = 0.99
-"""What DeepSpeed's OneCycle writes beside the momentum."""
+"""The second beta that DeepSpeed's OneCycle sets along with the momentum."""
 
 
 class Schedule:
-    """Sets the learning rate of every param group by a curve, and its momentum by another where there is one.
+    """Sets the learning rate of every param group from a curve, and its momentum from another one, if given.
 
     Args:
         optimizer: its param_groups are changed in place.
         curve: the learning rate.
-        last_batch_iteration: iteration to go on from; -1 is the start, and sets the values of that iteration.
-        momentum: the first of `betas`, whose second becomes 0.99; None: it stays.
-        first_momentum: what param groups have instead before the first step: DeepSpeed's OneCycle starts low there,
-            though it tells the high one.
+        last_batch_iteration: iteration to resume from; -1 is the start, and sets the values of that
+            iteration.
+        momentum: the first of `betas`; the second becomes 0.99. None: betas are not changed.
+        first_momentum: the momentum of the param groups before the first step: DeepSpeed's OneCycle starts
+            with the low value, although it reports the high one.
     """
 
     name = ""
-    """Which of DeepSpeed's it is, where the JSON named it."""
+    """The name of the DeepSpeed schedule, if it comes from the JSON config."""
     params: DeepSpeedParams | None = None
-    """Its keywords, where it is one of DeepSpeed's."""
+    """The keywords of the DeepSpeed schedule, if it is one."""
 
     def __init__(
         self,
@@ -69,17 +70,17 @@ class Schedule:
             self._set()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to the one given."""
+        """Advance to the next iteration, or to the given one."""
         at = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         self.last_batch_iteration = at
         self._set()
 
     def get_lr(self) -> list[float]:
-        """Return the learning rates of the present iteration, by param group."""
+        """Return the learning rates of the current iteration, by param group."""
         return [self.curve(self.last_batch_iteration, group) for group in self._groups()]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of the present iteration, by param group; None where momentum stays."""
+        """Return the betas of the current iteration, by param group; None if momentum is not scheduled."""
         curve = self.momentum
         if curve is None:
             return None
@@ -95,7 +96,7 @@ class Schedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.last_batch_iteration = state["last_batch_iteration"]
         self._set()
-        self._last = list(state.get("last_lr", self._last))  # the rate of the step before, where it is known
+        self._last = list(state.get("last_lr", self._last))  # the rate of the previous step, if it was saved
         self._write_rates()
 
     def _groups(self) -> range:
@@ -111,7 +112,8 @@ class Schedule:
             group["betas"] = pair
 
     def _write_rates(self) -> None:
-        """Write the rates. One that is a tensor stays one: compiled optimizers have it in hand."""
+        """Set the learning rates; tensors are filled in place, because compiled optimizers hold references to
+        them."""
         for group, lr in zip(self.optimizer.param_groups, self._last, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -120,10 +122,10 @@ class Schedule:
 
 
 def build_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> Any:
-    """Return the schedule that the JSON's `scheduler` names.
+    """Return the schedule that the config's `scheduler` specifies.
 
     Raises:
-        ConfigError: a list has not one entry a param group, or torch's class refuses its keywords.
+        ConfigError: a list does not have one entry per param group, or torch's class rejects its keywords.
     """
     params = config.params
     if isinstance(params, TorchParams):
@@ -137,7 +139,7 @@ def build_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> Any:
 def deepspeed_schedule(
     params: DeepSpeedParams, optimizer: Optimizer
 ) -> tuple[Curve, int, Curve | None, Sequence[float]]:
-    """Return what `Schedule` takes besides the optimizer, for the keywords of one of DeepSpeed's five."""
+    """Return the arguments of `Schedule` after the optimizer, for one of DeepSpeed's five schedules."""
     lrs = [float(group["lr"]) for group in optimizer.param_groups]
     momentum: Curve | None = None
     first: Sequence[float] = ()

@@ -1,10 +1,11 @@
-"""The optimizer step on what this rank owns: any elementwise torch.optim class, on slices of parameters; with a
-collective after it (`whole.py`), those that need whole parameters.
+"""The optimizer step on the slices that a rank owns, for any elementwise torch.optim class.
 
-Each parameter's slice is a 1-D fp32 tensor that the inner torch optimizer holds as its parameter. So param groups,
-unused parameters (no gradient: no step, as in plain PyTorch) and state by parameter need no code of their own.
-Flat buffers are stepped one after the other: the fp32 copy of a 16-bit gradient exists for one buffer at a time, and
-the updated parameters of a buffer travel while the next one is stepped.
+Optimizers that need whole parameters run a collective after the step on slices (`whole.py`).
+
+Each parameter's slice is a 1-D fp32 tensor that the inner torch optimizer holds as its parameter. Param
+groups, unused parameters (no gradient: no step, as in plain PyTorch) and per-parameter state therefore need
+no special code. Flat buffers are stepped one after the other: the fp32 copy of a 16-bit gradient exists for
+one buffer at a time, and the updated parameters of a buffer are communicated while the next one is stepped.
 """
 
 from __future__ import annotations
@@ -38,42 +39,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger("launcher")
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 StepBuffer = Callable[[FlatGradient], bool]
-"""Steps what is owned of a buffer; returns whether the parameters beside the master weights were written, too."""
+"""Steps the owned range of a buffer; returns whether `params_beside_master` was written, too."""
 FinishBuffers = Callable[[Sequence[FlatGradient]], None]
-"""Does the second half of the step of buffers, which needs whole parameters."""
+"""Runs the second half of the step of buffers, which needs whole parameters."""
 
 
 class _Steps(Protocol):
-    """The engine that has an optimizer."""
+    """An engine that has an optimizer."""
 
     def step_without_schedule(self) -> None: ...
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps the slices that this rank owns, then brings the new parameters to every rank.
+    """Steps the slices that this rank owns, then sends the new parameters to every rank.
 
     Args:
         zero: the model.
         groups: param groups: dicts with "names" (parameter names) and any options of the inner optimizer.
-        factory: makes the inner torch optimizer from param groups of slices.
-        sub_group_size: at most so many elements are stepped at a time (one slice at least).
-        state_dtype: least precise dtype of the optimizer's state and arithmetic: 16-bit master weights are widened to
-            fp32 for their step unless it is theirs (`bf16_optimizer_states`).
+        factory: creates the inner torch optimizer from param groups of slices.
+        sub_group_size: maximum elements stepped at a time (at least one slice).
+        state_dtype: least precise dtype of the optimizer's state and arithmetic: 16-bit master weights are
+            widened to fp32 for their step unless this is their dtype (`bf16_optimizer_states`).
 
-    `param_groups`, `state` and `defaults` are the inner optimizer's own, live, and isinstance() answers for its class,
-    too. `overflow` says whether the last step was left out because of one.
+    `param_groups`, `state` and `defaults` are those of the inner optimizer, not copies, and isinstance() also
+    accepts its class. `overflow` is true if the last step was skipped because of an overflow.
     """
 
     overflow = False
-    engine: Callable[[], _Steps | None] = staticmethod(
-        lambda: None
-    )  # a weak reference: it has this optimizer
+    # a weak reference: the engine holds this optimizer
+    engine: Callable[[], _Steps | None] = staticmethod(lambda: None)
     name = ""
-    """Its type in the JSON, where that named it."""
+    """Its type in the JSON config, if it was created from that."""
     scales = False
-    """Losses are scaled."""
+    """Whether losses are scaled."""
 
-    @property  # type: ignore[misc]  # scripts look whether it is an AdamW
+    @property  # type: ignore[misc]  # scripts check isinstance(optimizer, AdamW)
     def __class__(self) -> type[Any]:
         return type(self.inner) if "inner" in self.__dict__ else type(self)
 
@@ -91,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not flat.is_offloaded:
                 self.tensors |= {piece.name: nn.Parameter(piece.data) for piece in flat.slices()}
                 continue
-            # what is not in memory is its shape only, for those that make states of that at once
+            # offloaded: a placeholder with only the shape, for optimizers that create their state at once
             zero_ = torch.zeros(1, dtype=flat.master_dtype, device=flat.optim_placement.device)
             for slot, start, stop in flat.overlaps(flat.owned):
                 self.tensors[slot.name] = nn.Parameter(zero_.expand(stop - start))
@@ -109,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._state_of = {
             slot.name: state for state in self.states.values() for slot in state.gradient.flat.slots
         }
-        self.compiles = False  # the step on the CPU may go through torch.compile
+        self.compiles = False  # whether the step on the CPU may use torch.compile
         self.early: set[FlatGradient] = set()  # stepped before the step (`in_backward.py`)
         for state in self.states.values():
             state.hide()
@@ -120,8 +120,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def step(inner: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self.step(closure)
 
-        step.stands_for = vars(self.inner).get("step")  # type: ignore[attr-defined]  # `one_pass.rule_of` asks
-        # bound to it, for schedulers of torch wrap the function of this method
+        step.stands_for = vars(self.inner).get("step")  # type: ignore[attr-defined]  # for `one_pass.rule_of`
+        # a bound method, because torch's schedulers wrap its function
         self.inner.step = MethodType(step, self.inner)  # type: ignore[method-assign]
         self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
@@ -135,27 +135,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
         options = {key: value for key, value in group.items() if key not in ("names", "params")}
-        # A rank may own nothing of a group, and another stage may hold it: torch wants a parameter in each, so a group
-        # of none gets an empty one.
+        # torch requires a parameter in every group. If this rank owns no slice of a group, or another stage
+        # holds its parameters, the group gets an empty parameter.
         owned = [self.tensors[name] for name in group["names"] if name in self.tensors]
         return {**options, "params": owned or [nn.Parameter(torch.empty(0, device=self.zero.pool.device))]}
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of the state and the arithmetic of an owned parameter."""
+        """Return the dtype of the state and arithmetic of an owned parameter."""
         return self._widened(self.zero.slots[name].flat.master_dtype)
 
     def _widened(self, master: torch.dtype) -> torch.dtype:
         return master if master == self._state_dtype else torch.float32
 
     def _widen_first_state(self) -> None:
-        """Widen the state of optimizers that make it at once, in the dtype of the weights."""
+        """Widen state that the inner optimizer created in its constructor, in the dtype of the weights."""
         for name, tensor in self.tensors.items():
             for key, value in self.inner.state[tensor].items() if tensor in self.inner.state else ():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point():
                     self.inner.state[tensor][key] = value.to(self.dtype_of(name))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Do what `engine.step()` does, but for the schedule, which is the caller's then.
+        """Run `engine.step()` without the schedule, which is then left to the caller.
 
         Raises:
             MisplacedCallError: no engine has this optimizer.
@@ -179,13 +179,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         step = partial(self._step_buffer, scale=scale, rule=one_pass.rule_of(self.inner))
         pending = step_in_turn(self._batches(), step, self._finish, ahead=self.zero.placements.reads_ahead)
         self.early.clear()
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler of torch made for it wants to know
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check this
         for travelling in pending:
             travelling.wait()
 
     @torch.no_grad()
     def step_in_backward(self, gradient: FlatGradient, scale: float) -> None:
-        """Step one buffer now, of those that need no collective; the next `step` leaves it out."""
+        """Step one buffer now, if its step needs no collective; the next `step` skips it."""
         squares = gradient.squares() if self.zero.policy.compute_norm else None
         step = partial(self._step_buffer, scale=scale, rule=one_pass.rule_of(self.inner))
         step_together([self.states[gradient]], step, self._finish)
@@ -193,14 +193,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.early.add(gradient)
 
     def forget_in_backward(self) -> None:
-        """The step that these were part of will not come."""
+        """Forget buffers stepped in a backward whose optimizer step will not follow, with a warning."""
         if self.early:
             names = ", ".join(sorted(gradient.flat.name for gradient in self.early))
             logger.warning("a step was abandoned after parts of the model had been stepped: %s", names)
         self.early.clear()
 
     def _batches(self) -> Iterator[list[FlatState]]:
-        """Yield buffers to step before parameters change: one, or those of a sub-group in the two-half step."""
+        """Yield buffers to step together: one at a time or, for a `WholeOptimizer`, those of a sub-group."""
         batch: list[FlatState] = []
         elements, alone = 0, not isinstance(self.inner, WholeOptimizer)
         for gradient in self.zero.gradients:
@@ -228,7 +228,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _scaling_inside(self, scale: float, device: torch.device) -> Iterator[float]:
-        """Let torch's fused kernels, which can, divide the gradients as they read them; gives the factor left to do."""
+        """Let torch's fused kernels divide the gradients themselves, if possible; yield the factor left to
+        apply."""
         fused = all(group.get("fused") for group in self.param_groups)
         if scale in (0.0, 1.0) or not fused or isinstance(self.inner, WholeOptimizer):
             yield scale
@@ -241,7 +242,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             del inner.grad_scale
 
     def _step_buffer(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule | None) -> bool:
-        """Step what is owned of a buffer; return whether the parameters beside the master weights were written."""
+        """Step the owned range of a buffer; return whether `params_beside_master` was written."""
         if rule is not None and gradient.flat.master.device.type == "cpu":
             return self._step_in_one_pass(gradient, scale, rule)
         with self._scaling_inside(scale, gradient.flat.master.device) as scale:
@@ -269,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step_slices(
         self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule, params: Tensor | None
     ) -> dict[ParamSlot, Tensor]:
-        """Step the slices of a buffer that got a gradient; return where in `params` their new values are."""
+        """Step a buffer's slices that got a gradient; return the new values of each inside `params`."""
         flat = gradient.flat
         into = {} if params is None else dict(flat.owned_views(params))
         by_group: dict[int, list[one_pass.FusedSlice]] = {}
@@ -305,7 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._narrow(self.tensors[slot.name], masters[slot])
 
     def _widen(self, tensor: nn.Parameter, gradient: Tensor, master: Tensor) -> None:
-        """Hand a gradient to the inner optimizer, with the weights in the dtype of their step."""
+        """Pass a gradient to the inner optimizer, with the weights in the dtype of their step."""
         if master.dtype != gradient.dtype:
             tensor.data = master.to(gradient.dtype)
         tensor.grad = gradient
@@ -327,12 +328,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def slices(self) -> dict[str, ParamSlice]:
-        """Return what this rank steps of each parameter, by name."""
+        """Return the slices that this rank steps, by parameter name."""
         return {piece.name: piece for gradient in self.zero.gradients for piece in gradient.flat.slices()}
 
     def state_slices(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer state of each owned parameter: a 1-D tensor like the slice, a part of one where that
-        rests elsewhere, or a scalar that all ranks share."""
+        """Return the optimizer state of each owned parameter: a 1-D tensor like the slice, an
+        `OffloadedSlice` if the state is offloaded, or a scalar that is the same on all ranks."""
         return {
             slot.name: self.states[gradient].parts(slot.name)
             for gradient in self.zero.gradients
@@ -341,33 +342,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def states_in_memory(self, name: str) -> dict[str, Any]:
-        """Return the inner optimizer's states of a parameter, where this rank owns a part of it."""
+        """Return the inner optimizer's states of a parameter; empty if this rank owns no part of it."""
         tensor = self.tensors.get(name)
         return dict(self.inner.state[tensor]) if tensor is not None and tensor in self.inner.state else {}
 
     def start_state(self, name: str, key: str, dtype: torch.dtype) -> Tensor | OffloadedSlice:
-        """Call `FlatState.start` of an owned parameter."""
+        """Call `FlatState.start` for an owned parameter."""
         return self._state_of[name].start(name, key, dtype)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return the inner optimizer, under DeepSpeed's name."""
+        """Return the inner optimizer, under DeepSpeed's attribute name."""
         return self.inner
 
     def _masters(self) -> list[Tensor]:
-        """Return the weights that this rank steps, slice by slice, in fp32 where they have fp32 masters."""
+        """Return the weights that this rank steps, by slice; fp32 if they have fp32 master weights."""
         return [piece.data for piece in self.slices.values()]
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups = fp32_groups_flat = property(_masters)
 
     def held_bytes(self) -> int:
-        """Return the bytes of the optimizer's state in this rank's memory."""
+        """Return the bytes of optimizer state in this rank's memory."""
         tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, Tensor)]
         held = sum(t.numel() * t.element_size() for t in tensors if t.dim() > 0)
         return held + sum(state.held_bytes for state in self.states.values() if not state.shown)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return options and parameter names of the groups, in order; tensors go through checkpoints, by name."""
+        """Return the groups' options and parameter names, in order; tensors are checkpointed by name."""
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"param_groups": options, "names": self.group_names()}
 
@@ -383,7 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in a dtype. On a GPU torch's copy of lists has twice the bandwidth of that of a tensor."""
+    """Return the tensor in a dtype. On a GPU torch's foreach copy has twice the bandwidth of a plain copy."""
     if tensor.dtype == dtype or not tensor.is_cuda:
         return tensor.to(dtype)
     wide = torch.empty_like(tensor, dtype=dtype)
@@ -391,7 +392,7 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return wide
 
 
-# ---- the order of a step, which the memory estimate goes through, too -----------------------
+# ---- the order of a step, also used by the memory estimate ----------------------------------
 
 
 def step_in_turn(
@@ -400,11 +401,11 @@ def step_in_turn(
     """Step batches of buffers one after the other.
 
     Args:
-        batches: What is stepped together.
-        ahead: The following batch is read meanwhile; False reads nothing before its turn.
+        batches: The buffers to step together.
+        ahead: Read the following batch during the step of this one; False: read nothing ahead.
 
     Returns:
-        What brings the parameters to every rank, to be waited for.
+        The pending collectives that send the parameters to every rank.
     """
     pending: list[Pending] = []
     for states in _read_ahead(batches, ahead=ahead):
@@ -413,7 +414,7 @@ def step_in_turn(
 
 
 def step_together(states: Sequence[FlatState], step: StepBuffer, finish: FinishBuffers) -> list[Pending]:
-    """Step buffers, let go of what rests, start bringing the parameters to every rank."""
+    """Step buffers, release offloaded tensors, and start sending the parameters to every rank."""
     written = [_step_shown(state, step) for state in states]
     finish([state.gradient for state in states])
     pending: list[Pending] = []
@@ -433,7 +434,7 @@ def _step_shown(state: FlatState, step: StepBuffer) -> bool:
 
 
 def _read_ahead(batches: Iterable[Sequence[FlatState]], *, ahead: bool) -> Iterator[Sequence[FlatState]]:
-    """Yield batches one after the other, each after the reading of the following one has started."""
+    """Yield batches one after the other, each after starting to read the following one."""
     every = list(batches)
     nothing: Sequence[FlatState] = ()
     for batch, following in zip_longest(every, every[1:], fillvalue=nothing):

@@ -1,7 +1,8 @@
-"""The optimizer's state of a flat buffer that rests in a tier: one flat tensor for each of its states.
+"""The offloaded optimizer state of a flat buffer, with one flat tensor for each kind of state.
 
-The inner optimizer makes its states when it steps a parameter for the first time. `hide` takes them out of its hands,
-`show` gives them back as views of what was read. In between it holds empty tensors under the same keys.
+The inner optimizer creates its state when it steps a parameter for the first time. `hide` moves the state out
+of the inner optimizer, `show` gives it back as views of the loaded tensors. In between, the inner optimizer
+holds empty tensors under the same keys.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from launcher.zero.gradients import FlatGradient
 
 
 class FlatState:
-    """Weights and states of one flat buffer, in an inner optimizer while they are shown.
+    """The weights and optimizer state of one flat buffer, held by the inner optimizer while they are shown.
 
     Args:
-        gradient: of the buffer.
-        tensors: what the inner optimizer holds for each owned slice, by parameter name.
-        state: the inner optimizer's, by tensor.
+        gradient: the gradient of the buffer.
+        tensors: parameter name -> the inner optimizer's parameter for the owned slice.
+        state: the inner optimizer's state, by tensor.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class FlatState:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of states that are in memory, apart from those in the inner optimizer's hands."""
+        """Return the bytes of optimizer state in memory, excluding state held by the inner optimizer."""
         return sum(one.held_bytes for one in self._resting.values())
 
     def fetch(self) -> None:
-        """Start bringing everything in that a step needs."""
+        """Start loading all tensors that a step needs."""
         if not self.is_offloaded:
             return
         self.flat.fetch(master=True)
@@ -57,7 +58,7 @@ class FlatState:
             one.fetch()
 
     def show(self) -> list[ParamSlice]:
-        """Let the inner optimizer work with weights and states; gives the slices of the weights."""
+        """Give the weights and the state to the inner optimizer; return the slices of the weights."""
         pieces = self.flat.slices()
         if not self.shown:
             for piece in pieces:
@@ -66,14 +67,16 @@ class FlatState:
         return pieces
 
     def zeros(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a new state of a parameter, in the memory that goes where it rests."""
+        """Return a new, zeroed state of a parameter; a view of the offloaded tensor if the state is
+        offloaded."""
         place = self._places[name]
         if not self.is_offloaded:
             return memory(place.stop - place.start, dtype, self.flat.optim_placement.device).zero_()
         return self._place_of(key, dtype)[place].zero_()
 
     def parts(self, name: str) -> dict[str, Any]:
-        """Return the states of a parameter, while they are not shown: what rests as a part, the rest as it is."""
+        """Return the states of a parameter while they are hidden: offloaded state as an `OffloadedSlice`,
+        other state as it is."""
         known, place = self._state.get(self.tensors[name], {}), self._places[name]
         rests = set() if self.shown else self._resting.keys()
         return {
@@ -81,7 +84,7 @@ class FlatState:
         }
 
     def start(self, name: str, key: str, dtype: torch.dtype) -> Tensor | OffloadedSlice:
-        """Return zeros to be filled, as a state of a parameter: a tensor, or a part of one that rests."""
+        """Return zeros to be filled as a state of a parameter: a tensor, or a slice of an offloaded one."""
         tensor, place = self.tensors[name], self._places[name]
         if not self.is_offloaded:
             self._state[tensor][key] = self.zeros(name, key, dtype)
@@ -90,11 +93,12 @@ class FlatState:
         return OffloadedSlice(self._resting_of(key, dtype), place)
 
     def hide(self) -> None:
-        """Take them away again, changed; weights and gradient are let go of by those who have them."""
+        """Take the changed state out of the inner optimizer and start writing it back. Weights and gradient
+        are released by their owners."""
         if not self.is_offloaded:
             return
         if self._take_all():
-            trim_malloc()  # or what optimizers make for all buffers, one after the other, stays in malloc's hands
+            trim_malloc()  # else malloc keeps the memory of the state created for each buffer
         for one in self._resting.values():
             one.write_back()
         self.shown = False
@@ -102,14 +106,15 @@ class FlatState:
     # ---- inside -----------------------------------------------------------------------------
 
     def _give(self, piece: ParamSlice) -> None:
-        """Show the weights and states of a slice."""
+        """Give the weights and the state of a slice to the inner optimizer."""
         tensor = self.tensors[piece.name]
         tensor.data = piece.data
         for key in self._keys(tensor):
             self._state[tensor][key] = self._resting[key].load()[self._places[piece.name]]
 
     def _take_all(self) -> bool:
-        """Take back what was shown; returns whether some of it was in other memory than where it rests."""
+        """Take back all weights and state; return whether some state was copied into the offloaded
+        tensors."""
         copied = False
         for name, place in self._places.items():
             tensor = self.tensors[name]
@@ -120,12 +125,12 @@ class FlatState:
         return copied
 
     def _keys(self, tensor: Tensor) -> list[str]:
-        """Return the states of a tensor that were taken away."""
+        """Return the names of a tensor's states that are offloaded."""
         known = self._state.get(tensor, {})
         return [key for key in self._resting if key in known]
 
     def _take(self, key: str, value: Tensor, tensor: Tensor, place: slice) -> bool:
-        """Leave an empty tensor in place of a state; returns whether it was in other memory than where it rests."""
+        """Replace a state with an empty tensor; return whether it was copied into the offloaded tensor."""
         mine = self._place_of(key, value.dtype)[place]
         elsewhere = mine.data_ptr() != value.data_ptr()
         if elsewhere:
@@ -134,7 +139,7 @@ class FlatState:
         return elsewhere
 
     def _place_of(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the [owned range] of a state; zeros when it is new."""
+        """Return a state over the owned range, loaded; zeros if it is new."""
         one = self._resting_of(key, dtype)
         return one.load() if one.has_values else one.allocate().zero_()
 

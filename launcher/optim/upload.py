@@ -1,4 +1,4 @@
-"""Stepped parameters on their way from host memory, where the optimizer is, to the device."""
+"""Copies updated parameters from host memory, where the optimizer runs, to the device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from launcher.offload.buffer_cache import BufferCache
 from launcher.zero.flat import FlatBuffer
 
 AT_ONCE = 2
-"""Buffers: one is written while the one before it travels."""
+"""Number of buffers: one is written while the previous one is copied."""
 
 
 class Upload:
-    """Copies updated parameters to the device from page-locked memory, in their own dtype: half of the bytes of fp32
-    master weights cross the link, and the host does not wait for them.
+    """Copies updated parameters to the device from page-locked memory, in their own dtype. Only half the
+    bytes of the fp32 master weights cross the link, and the host does not wait for the copies.
 
     Args:
-        memory: page-locked where there is a GPU.
-        flats: what is stepped.
+        memory: page-locked if there is a GPU.
+        flats: the flat buffers that are stepped.
     """
 
     def __init__(self, memory: BufferCache, flats: Iterable[FlatBuffer]) -> None:
@@ -33,8 +33,8 @@ class Upload:
 
     @contextmanager
     def to(self, params: Tensor) -> Iterator[Tensor]:
-        """Yield memory for new values of `params` [numel]; copy some or all of it there before this ends, and do not
-        wait."""
+        """Yield memory for new values of `params` [numel]. The caller starts asynchronous copies of some or
+        all of it to the device inside the `with`."""
         while len(self._travelling) >= AT_ONCE:
             self._wait_for_oldest()
         buffer = self._memory.take(self._bytes, torch.uint8)
@@ -49,11 +49,11 @@ class Upload:
 
 
 def uploaded(flats: Iterable[FlatBuffer]) -> list[int]:
-    """Return the bytes that each buffer sends, of those whose parameters are in other memory than the optimizer."""
+    """Return the bytes uploaded for each buffer whose parameters are on another device than the optimizer."""
     stepped = [flat.params_beside_master for flat in flats if flat.steps_elsewhere]
     return [params.nbytes for params in stepped if params is not None]
 
 
 def upload_bytes(flats: Iterable[FlatBuffer]) -> int:
-    """Return the bytes of memory that a rank needs for it."""
+    """Return the bytes of host memory that a rank needs for uploads."""
     return AT_ONCE * max(uploaded(flats), default=0)

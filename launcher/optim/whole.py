@@ -1,8 +1,9 @@
-"""Optimizers whose update of an element depends on the whole parameter, of which a rank owns a slice only.
+"""Optimizers whose elementwise update depends on the whole parameter, of which a rank owns only a slice.
 
-They step in two halves. `step` takes in the gradients of this rank's slices and changes what is elementwise, the
-moments. `finish` is a collective: the ranks exchange what they need to know of whole parameters, and each changes its
-slices. `ShardedOptimizer` calls `step` for one flat buffer after the other, and `finish` once for several.
+They step in two halves. `step` uses the gradients of this rank's slices to update elementwise state, the
+moments. `finish` is a collective: the ranks exchange the information about whole parameters that they need,
+and each updates its slices. `ShardedOptimizer` calls `step` for one flat buffer after the other, and `finish`
+once for several.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from launcher.zero.flat import ParamSlot
 
 @dataclass(frozen=True)
 class Stepped:
-    """A parameter that got a gradient in this step, as this rank sees it. All ranks see the same ones in one order.
+    """A parameter that got a gradient in this step, from the view of this rank. The list is the same on all
+    ranks, in the same order.
 
     Args:
-        slot: its name, shape and place in a flat buffer.
-        group: its param group, live.
-        slice: [elements of it that this rank steps], the inner parameter; None: this rank owns nothing.
+        slot: its name, shape and position in a flat buffer.
+        group: its param group, not a copy.
+        slice: the inner parameter [elements that this rank steps]; None if this rank owns no part of it.
     """
 
     slot: ParamSlot
@@ -32,15 +34,15 @@ class Stepped:
 
 
 class WholeOptimizer(torch.optim.Optimizer):
-    """The base of such optimizers."""
+    """Base class of these optimizers."""
 
     def finish(self, stepped: list[Stepped]) -> None:
-        """Change the parameters after `step`. A collective: every rank calls it with the same parameters."""
+        """Update the parameters after `step`. A collective: every rank calls it with the same parameters."""
         raise NotImplementedError
 
 
 def held(slot: ParamSlot, rank: int) -> slice:
-    """Return the elements of the parameter that the optimizer of `rank` steps; empty where it owns nothing of it."""
+    """Return the range of the parameter's elements that the optimizer of `rank` steps; may be empty."""
     flat = slot.flat
     if not flat.shards_optim:
         return slice(0, slot.numel)

@@ -1,7 +1,8 @@
-"""Nests of plain data as JSON and back: what stages tell each other cannot run code.
+"""Serialises nests of plain data as JSON: unlike a pickle, data received from another stage cannot run code.
 
-Beside JSON's own values there are tuples, dtypes, sizes, a few records of this package, and the containers that models
-return: named tuples and Hugging Face's outputs, of classes that the receiver knows already.
+In addition to JSON's own types it supports tuples, dtypes, sizes, the dataclasses decorated with `travels`,
+and the containers that models return: named tuples and Hugging Face's outputs, if the receiver has imported
+their classes.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _DICTS: dict[str, Callable[[Any], Any]] = {
 
 
 def travels(kind: type) -> type:
-    """Decorate a dataclass of plain data that stages tell each other."""
+    """Register a dataclass of plain data that stages send to each other."""
     _RECORDS[kind.__name__] = kind
     return kind
 
 
 def packed(value: Any) -> Tensor:
-    """Return the value as [bytes] uint8 on the CPU; `unpacked` gives the value back.
+    """Return the value as a [bytes] uint8 tensor on the CPU; `unpacked` reverses it.
 
     Raises:
-        LauncherError: there is something in it that is no plain data.
+        LauncherError: the value contains something that is not plain data.
     """
     return plain.packed(_encoded(value))
 
@@ -97,7 +98,7 @@ def _dict(pairs: list[Any]) -> dict[Any, Any]:
 
 
 def _known(module: str, name: str, kind: str) -> Any:
-    """Return a class of containers that this process has imported already; nothing is imported for it."""
+    """Return a container class that this process has already imported; never import a module."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -111,6 +112,6 @@ def _is_named(kind: type) -> bool:
 
 
 def _is_output(kind: type) -> bool:
-    """Return whether a class is one of Hugging Face's outputs, where these are imported."""
+    """Return whether a class is a Hugging Face output; False if transformers is not imported."""
     module = sys.modules.get("transformers.utils.generic")
     return module is not None and issubclass(kind, module.ModelOutput)

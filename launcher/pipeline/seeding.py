@@ -1,4 +1,4 @@
-"""Random numbers for one layer: from a number of its own, and as if nothing had been afterwards."""
+"""Seeds the random numbers of a single layer, and restores the random state afterwards."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 
 def number_of(seed: int, index: int) -> int:
-    """Return a seed for the layer `index`, unlike those of its neighbours and of other seeds; 0 .. 2**31 - 1."""
+    """Return a seed for the layer `index`, unrelated to those of other layers and seeds; 0 .. 2**31 - 1."""
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
 
 @contextmanager
 def drawn_from(number: int, seed_fn: Callable[[int], Any] | None = None) -> Iterator[None]:
-    """Draw random numbers of Python, numpy and torch from `number` inside; outside they go on as if nothing had been.
+    """Seed Python, numpy and torch with `number` inside the context; restore their random states on exit.
 
     Args:
-        seed_fn: seeds in place of it.
+        seed_fn: called with `number` instead of the default seeding.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     python, of_numpy = random.getstate(), np.random.get_state()
@@ -39,7 +39,7 @@ def drawn_from(number: int, seed_fn: Callable[[int], Any] | None = None) -> Iter
 def _seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
-    # Not torch.manual_seed: that would reseed every other device as well.
+    # Not torch.manual_seed, which would reseed every other device as well.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(number)

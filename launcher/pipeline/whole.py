@@ -1,4 +1,4 @@
-"""`WholeModel`: a model that is not cut, as the only stage of a pipeline."""
+"""`WholeModel`: an uncut model as the only stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.pipeline.crossing import Signature, StageBoundary
 
 
 class WholeModel:
-    """All of a model on one rank. Scripts may call it, and run the backward, by themselves.
+    """An entire model on one rank. Scripts may call it, and run its backward, directly.
 
     Attributes: see `StagedPart`.
     """

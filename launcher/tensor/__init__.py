@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers of a model split over the ranks of the tp axis, as a plan says."""
+"""Tensor parallelism: splits the layers of a model over the ranks of the tp axis, according to a plan."""

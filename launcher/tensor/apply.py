@@ -1,4 +1,4 @@
-"""`tensor.apply`: from a model to a model whose layers are split over the tp axis, as its plan says."""
+"""`tensor.apply`: splits the layers of a model over the tp axis, according to its plan."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def apply(
 ) -> SplitModel:
     """Split the layers of `model` over the axis, in place.
 
-    Parameters on meta stay there, with this rank's shape. Those with values keep this rank's part of rank 0's.
+    Parameters on meta stay on meta, with this rank's shape. Parameters with values get this rank's part of
+    rank 0's values.
 
     Args:
-        device: on which the model will compute.
+        device: the device on which the model will compute.
 
     Raises:
-        ConfigError: there is no plan, or the degree does not divide what the plan splits.
+        ConfigError: there is no plan, or the degree does not divide a dim that the plan splits.
     """
     splitter = _Splitter(model, axis, options, device, plan_of(model, options.rules))
     splits = splitter.run()
@@ -50,7 +51,7 @@ def apply(
 
 
 class _Splitter:
-    """The work of one `apply`."""
+    """Carries out one `apply`."""
 
     def __init__(
         self,
@@ -65,15 +66,15 @@ class _Splitter:
         self.left = {name.rpartition(".")[0] for name in options.whole}  # modules
         self.rows = [(matching(pattern), rule) for pattern, rule in plan.items()]
         streams = RandomStreams(axis, device, on=drops_out(model))
-        # With sliced sequences whole blocks are split: their layers need not say where.
+        # With sequence parallelism whole blocks are split, so single layers do not switch streams.
         self.streams = RandomStreams(axis, device, on=False) if options.sequence else streams
         self._all_streams = streams
-        # parameter of the model -> what stands in its place -> the split of that
+        # local: parameter of the model -> its local parameter; split: local parameter -> its split
         self.local: dict[nn.Parameter, nn.Parameter] = {}
         self.split: dict[nn.Parameter, Split] = {}
         self.partial: set[nn.Parameter] = set()
         self.sequence: SequenceParallel | None = None
-        # attention -> how many ranks hold each of its key-value heads
+        # attention module -> number of ranks that hold each of its key-value heads
         self.holders: dict[nn.Module, int] = {}
 
     def run(self) -> dict[str, Split]:
@@ -92,7 +93,7 @@ class _Splitter:
         return {name: self._final(parameter) for name, parameter in named}
 
     def _slice_sequences(self) -> set[nn.Parameter]:
-        """Return the parameters whose gradients become partial by it."""
+        """Install sequence parallelism, and return the parameters whose gradients become partial by it."""
         text = self.config.get_text_config() if isinstance(self.model, PreTrainedModel) else None
         for kind in {model_type_of(self.model), getattr(text, "model_type", "")} & set(WITHOUT_SEQUENCE):
             raise ConfigError(
@@ -101,7 +102,7 @@ class _Splitter:
                 fix="set it to false",
             )
         known = {*self.split, *self.partial}
-        inside = set(_decoder_of(self.model).modules())  # not the blocks of an image tower
+        inside = set(_decoder_of(self.model).modules())  # excludes blocks of an image tower
         blocks = [(name, block) for name, block in unit_modules(self.model) if block in inside]
         made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.options.overlaps)
         made.install()
@@ -109,7 +110,7 @@ class _Splitter:
         return made.partial
 
     def _follow(self) -> None:
-        """Change what goes with the split parameters: other places of the same parameter, and counts."""
+        """Update what depends on the split parameters: tied occurrences, and head counts."""
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
                 if parameter in self.local:
@@ -130,7 +131,7 @@ class _Splitter:
         return next((rule for pattern, rule in self.rows if pattern.fullmatch(name)), None)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module, SplitRule]]:
-        """Yield the modules with a rule. Embedding and head are split over the vocabulary wherever they can be."""
+        """Yield the modules with a rule. Embedding and head are split over the vocabulary where possible."""
         embedding, head = ends_of(self.model)
         for name, module in self.model.named_modules():
             rule = self._rule_of(name)
@@ -187,16 +188,16 @@ class _Splitter:
     def _split_parameter(
         self, name: str, module: nn.Module, key: str, rule: SplitRule, *, named: bool
     ) -> None:
-        """Put this rank's part in the place of a parameter.
+        """Replace a parameter by this rank's part of it.
 
         Args:
-            name: of the module.
-            named: the rule is the module's; else the parameter's own.
+            name: name of the module.
+            named: whether the rule is for the module; else it is for the parameter itself.
         """
         parameter, style = module._parameters[key], STYLES[rule.style]
         if parameter is None or parameter in self.split:
             return
-        if parameter in self.local:  # tied: as its first place said
+        if parameter in self.local:  # tied: split as at its first occurrence
             module._parameters[key] = self.local[parameter]
             return
         if style.partial:
@@ -241,7 +242,7 @@ class _Splitter:
         return Split(parameter.shape, parts, dim, partial=True, padded_numel=prod(shape))
 
     def _agree(self, parameter: nn.Parameter) -> None:
-        """Rank 0's values for all, for models that each rank built on its own."""
+        """Broadcast rank 0's values, for models that each rank initialised on its own."""
         if not parameter.is_meta:
             data = parameter.data.contiguous()
             broadcast(data.view(-1), self.axis, "root/split").wait()
@@ -257,6 +258,6 @@ class _Splitter:
 
 
 def _decoder_of(model: nn.Module) -> nn.Module:
-    """Return the part that sees tokens, where a model says which it is."""
+    """Return the part that processes tokens, if the model has get_decoder(); else the model."""
     found = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     return found if isinstance(found, nn.Module) else model

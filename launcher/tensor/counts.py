@@ -1,4 +1,4 @@
-"""Attributes of modules that count what is split: heads, features, channels."""
+"""Adjusts attributes of modules that count what is split: heads, features, channels."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from launcher.tensor.parts import IndivisibleError
 
 
 class ConfigView:
-    """A config as one module sees it, with numbers of its own; all else is the config's, whenever it is asked for."""
+    """A config with overrides for one module; all other attributes are read from the underlying config."""
 
     def __init__(self, config: Any) -> None:
         self.__dict__["_viewed"] = config
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_viewed" not in self.__dict__:  # asked by copy and pickle
+        if name.startswith("__") or "_viewed" not in self.__dict__:  # looked up by copy and pickle
             raise AttributeError(name)
         return getattr(self._viewed, name)
 
 
 def divide(module: nn.Module, attribute: str, degree: int, *, replicates: bool) -> None:
-    """Divide what `attribute` counts among the ranks.
+    """Divide the number in `attribute` by the degree.
 
     Args:
-        attribute: of the module, or `config.x`: of the config that the module looks at.
-        replicates: fewer than the ranks are held by several each.
+        attribute: an attribute of the module, or `config.x` for one of the config that the module reads.
+        replicates: whether a number below the degree becomes 1, because several ranks hold the same head.
 
     Raises:
-        IndivisibleError: the degree does not divide it.
+        IndivisibleError: the degree does not divide the number.
     """
     owner: Any = module
     if attribute.startswith("config."):
@@ -50,20 +50,20 @@ _OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
 
 def head_size(owner: nn.Module, name: str, size: int) -> int:
-    """Return the features that stay together: those of a head, in an attention module that says its head's size."""
+    """Return the number of features that stay together: a head's, if attention has `head_dim`; else 1."""
     head = getattr(owner, "head_dim", None)
     heads = name.rpartition(".")[2] in _OF_HEADS and isinstance(head, int) and head > 0 and size % head == 0
     return int(head or 1) if heads else 1
 
 
 def shared_by_groups(owner: nn.Module, name: str) -> bool:
-    """Return whether groups of query heads read what a projection of an attention module makes: one head for several
-    ranks."""
+    """Return whether a projection makes key or value heads that groups of query heads share, so that several
+    ranks may hold one head."""
     return name.rpartition(".")[2] in ("k_proj", "v_proj") and hasattr(owner, "num_key_value_groups")
 
 
 def resize(module: nn.Module, side: str | None) -> None:
-    """Change the attributes that say how large a module is."""
+    """Update the size attributes of a split module."""
     weight = module._parameters.get("weight")
     if weight is None or side is None:
         return

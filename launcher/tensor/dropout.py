@@ -1,8 +1,9 @@
-"""Random numbers for dropout: where activations are split each rank draws its own, elsewhere all draw the same.
+"""Random numbers for dropout: per rank where activations are split, the same on all ranks elsewhere.
 
-All ranks of a tp group have the same random state. Where activations become split, a seed is drawn from it, to which
-each rank adds its own number; where they are whole again, the common state is taken up. Nothing is kept between the
-two but that state, so a block that is run again from the same state (activation checkpointing) draws the same.
+All ranks of a tp group have the same random state. Where activations become split, a seed is drawn from it,
+and each rank adds its own offset; where they are whole again, the common state is restored. No other state is
+kept, so a block that is recomputed from the same random state (activation checkpointing) draws the same
+numbers.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from torch import Tensor, nn
 
 from launcher.comm import Axis
 
-_STEP = 0x9E3779B97F4A7C15  # odd, far apart: seeds of neighbouring ranks have nothing in common
+_STEP = 0x9E3779B97F4A7C15  # large and odd, so that seeds of neighbouring ranks are far apart
 _SEEDS = 1 << 62
 
 
 class RandomStreams:
-    """The two streams of random numbers of a model.
+    """The two random number streams of a model: one per rank, and one common to all ranks.
 
     Args:
         axis: the tp axis.
-        device: on which dropout draws.
-        on: whether the model drops anything out; else nothing is done.
+        device: the device on which dropout draws.
+        on: whether the model has dropout; if not, all methods do nothing.
     """
 
     def __init__(self, axis: Axis, device: torch.device, *, on: bool) -> None:
@@ -31,10 +32,10 @@ class RandomStreams:
         self._common: tuple[Tensor, Tensor | None] | None = None
 
     def begin_split(self, training: bool) -> None:
-        """Note that activations are split from here on."""
+        """Switch to this rank's stream: activations are split from this point on."""
         if not (self.on and training) or self._common is not None:
             return
-        seed = int(torch.randint(_SEEDS, ()).item())  # from the CPU's generator: no wait for a device
+        seed = int(torch.randint(_SEEDS, ()).item())  # from the CPU generator: no device synchronisation
         accelerator = None if self.device.type == "cpu" else torch.get_device_module(self.device)
         state = None if accelerator is None else accelerator.get_rng_state(self.device)
         self._common = torch.get_rng_state(), state
@@ -44,7 +45,7 @@ class RandomStreams:
             accelerator.manual_seed(seed)
 
     def end_split(self) -> None:
-        """Note that activations are whole again from here on."""
+        """Restore the common stream: activations are whole again from this point on."""
         if self._common is None:
             return
         (state, on_device), self._common = self._common, None
@@ -54,7 +55,7 @@ class RandomStreams:
 
 
 def drops_out(model: nn.Module) -> bool:
-    """Return whether a model has dropout: modules that say so, or numbers of its config with drop in their names."""
+    """Return whether a model has dropout: modules with p > 0, or positive config values named "*drop*"."""
     if any(module.p > 0 for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)):
         return True
     config = vars(getattr(model, "config", None) or object)

@@ -1,15 +1,15 @@
-"""Differentiable functions over the tp axis, for activations at the borders of split layers.
+"""Differentiable functions over the tp axis, for activations at the boundaries of split layers.
 
 function        forward                              backward
-enter           nothing                              all-reduce: each rank saw a part of what came after
-leave           all-reduce of partial sums           nothing
+enter           identity                             all-reduce: each rank has its own layers' gradient only
+leave           all-reduce of partial sums           identity
 leave_scattered reduce-scatter along the sequence    all-gather
 slice_along     takes this rank's slice of a dim     all-gather
 gather_along    all-gather along a dim               takes this rank's slice: all ranks have the same gradient
 
-The gradient of what several column-parallel layers read (q, k and v; gate and up) is one sum, reduced once: an
-`Entered` counts its readers, and starts the all-reduce when the last of them has added its term, before that one
-computes its weight gradient.
+The gradient of an activation that several column-parallel layers read (q, k and v; gate and up) is a single
+sum, reduced once: an `Entered` counts its readers, and starts the all-reduce when the last of them has added
+its term, before this reader computes its weight gradient.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from launcher.tensor.weight_gradients import WeightGradient, taken
 
 
 def gathered(tensor: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return the tensors of all ranks joined along `dim`.
+    """Return the tensors of all ranks concatenated along `dim`.
 
     Args:
-        sizes: of every rank along `dim`; default: all have this rank's.
+        sizes: size of every rank along `dim`; default: this rank's size on all ranks.
     """
     dim = dim % tensor.dim()
     sizes = [tensor.shape[dim]] * axis.degree if sizes is None else list(sizes)
@@ -50,7 +50,7 @@ def gathered(tensor: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int
 
 
 def scattered(tensor: Tensor, axis: Axis, dim: int, tag: str) -> Tensor:
-    """Return this rank's slice along `dim`, which the degree divides, of the sum over the axis."""
+    """Return this rank's slice along `dim` of the sum over the axis; the degree must divide `dim`."""
     rows = _rank_major(tensor, dim, axis.degree)
     out = torch.empty_like(rows[0])
     reduce_scatter(rows.view(-1), out.view(-1), axis, tag).wait()
@@ -58,7 +58,7 @@ def scattered(tensor: Tensor, axis: Axis, dim: int, tag: str) -> Tensor:
 
 
 def _rank_major(tensor: Tensor, dim: int, degree: int) -> Tensor:
-    """Turn [..., N * s, ...] into [N, ..., s, ...], contiguous: what each rank is to get lies together."""
+    """Turn [..., N * s, ...] into [N, ..., s, ...], contiguous: each rank's slice is one contiguous range."""
     if tensor.shape[:dim].numel() == 1 and tensor.is_contiguous():
         return tensor.view(degree, *tensor.shape[:dim], -1, *tensor.shape[dim + 1 :])
     return torch.stack(tensor.chunk(degree, dim))
@@ -78,11 +78,11 @@ def _resized(shape: torch.Size, dim: int, size: int) -> list[int]:
 
 
 class Entered:
-    """The gradient of an activation that split layers read, on its way to all ranks.
+    """The gradient of an activation that split layers read, and its reduction over the ranks.
 
     Args:
-        overlaps: the reduction starts before the last reader's weight gradient is computed, not after it.
-        sequence: the dim along which the activation was gathered: the sum is scattered along it.
+        overlaps: start the reduction before the last reader's weight gradient is computed, not after it.
+        sequence: the dim along which the activation was gathered, and the sum is scattered; None: all-reduce.
     """
 
     def __init__(self, axis: Axis, tag: str, *, overlaps: bool, sequence: int | None = None) -> None:
@@ -121,10 +121,10 @@ class Entered:
         """Return the gradient summed over the ranks.
 
         Args:
-            others: terms of readers that autograd has added up by itself.
+            others: the sum of the other readers' terms, as accumulated by autograd.
         """
         if self._pending is None and others is not None:
-            # autograd may hand the same tensor to others: it is not ours to overwrite
+            # autograd may pass the same tensor to other functions: do not overwrite it
             self._sum = others.clone() if self._sum is None else self._sum.add_(others)
             others = None
         if self._pending is None and self._sum is not None:
@@ -134,7 +134,7 @@ class Entered:
         result = self._out
         self._sum = self._out = self._pending = None
         self._left = self.readers
-        if others is not None and result is not None:  # a reduction was under way before all terms were known
+        if others is not None and result is not None:  # the reduction had started before all terms were known
             late = Entered(self.axis, self.tag, overlaps=False, sequence=self.sequence)
             result = torch.add(result, late.reduced(others))  # type: ignore[arg-type]
         return result
@@ -145,7 +145,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, entered: Entered, full: Tensor | None) -> Tensor:
         ctx.entered = entered
         ctx.set_materialize_grads(False)
-        # Not a view: it would hold x, which holds it (`_ENTERED`), and nothing could free the two.
+        # Not a view: it would reference x, which references it (`_ENTERED`), a cycle that is never freed.
         return x.detach() if full is None else full.detach()
 
     @staticmethod
@@ -159,7 +159,7 @@ _STATE = "_launcher_entered_state"  # on the tensor that split layers read: its 
 
 
 def enter(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
-    """Return `x` for layers that are split over the axis; several that read the same tensor get the same one."""
+    """Return `x` for layers split over the axis; all layers that read the same tensor get the same result."""
     if axis.degree == 1 or not (torch.is_grad_enabled() and x.requires_grad) or hasattr(x, _STATE):
         return x
     known = _known(x)
@@ -171,10 +171,10 @@ def enter(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
 
 
 def enter_gathered(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) -> Tensor:
-    """Return `x` [batch, its slice of the sequence, ...] gathered along the sequence; [tokens, ...] along the tokens.
+    """Gather `x` [batch, slice of the sequence, ...] along the sequence, or [tokens, ...] along the tokens.
 
-    Split layers that read the result send back partial sums, which are reduce-scattered; what else reads it has the
-    same gradient on all ranks, of which each rank takes its slice.
+    Gradients from split layers that read the result are partial sums, which are reduce-scattered. Gradients
+    from other readers are the same on all ranks, and each rank takes its slice.
     """
     known = _known(x)
     if known is not None:
@@ -189,25 +189,25 @@ def enter_gathered(x: Tensor, axis: Axis, tag: str, *, overlaps: bool = True) ->
 
 
 def _made(x: Tensor, entered: Entered, full: Tensor | None) -> Tensor:
-    """Return what split layers read in the place of `x`."""
+    """Return the tensor that split layers read in place of `x`."""
     made: Tensor = _Enter.apply(x, entered, full)
     setattr(made, _STATE, entered)
     return made
 
 
 def _known(x: Tensor) -> Tensor | None:
-    """Return what was remembered for `x`, if `x` has not been changed since."""
+    """Return the tensor remembered for `x`, if `x` has not been modified since."""
     version, known = getattr(x, _ENTERED, (None, None))
     return known if known is not None and version == x._version else None
 
 
 def _remember(x: Tensor, read: Tensor) -> None:
-    if not x.is_leaf:  # a leaf outlives the graph
+    if not x.is_leaf:  # a leaf outlives the graph, and would keep it alive
         setattr(x, _ENTERED, (x._version, read))
 
 
 def sequence_dim(x: Tensor) -> int:
-    """Return the sequence dim of activations [batch, sequence, ...]; of flattened ones [tokens, hidden] the tokens."""
+    """Return the sequence dim of activations [batch, sequence, ...], or of flattened [tokens, hidden]."""
     return min(1, x.dim() - 2)
 
 
@@ -248,14 +248,15 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, leaf: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor:
-    """Return x [..., in] times a weight [out, in] (`transposed`: [in, out]), or this rank's rows of it where `x` comes
-    from `enter`. When and where its backward computes the gradient of the weight: `weight_gradients.py`."""
+    """Return x [..., in] times a weight [out, in] (`transposed`: [in, out]). `x` may come from `enter`: the
+    weight is then this rank's shard. See `weight_gradients.py` for when and where the weight gradient is
+    computed."""
     entered: Entered | None = getattr(x, _STATE, None)
     device, weight = x.device.type, leaf.t() if transposed else leaf
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        if x.dtype != dtype:  # the copy is another tensor, whose gradient autograd brings back
+        if x.dtype != dtype:  # the cast creates another tensor; autograd propagates its gradient to x
             x, entered = x.to(dtype), None
     if entered is not None:
         entered.read()
@@ -320,33 +321,33 @@ class _Gather(torch.autograd.Function):
 
 
 def leave(x: Tensor, axis: Axis, tag: str, *, fresh: bool = False) -> Tensor:
-    """Return the sum of what the ranks have of `x`.
+    """Return the sum of `x` over the ranks.
 
     Args:
-        fresh: nobody else needs `x`: it is overwritten.
+        fresh: `x` is not used elsewhere, and may be overwritten.
     """
     made: Tensor = x if axis.degree == 1 else _Leave.apply(x, axis, tag, fresh)
     return made
 
 
 def leave_scattered(x: Tensor, axis: Axis, tag: str) -> Tensor:
-    """Return this rank's slice of the sequence of the sum: x [batch, sequence, ...] -> [batch, sequence / degree,
-    ...]."""
+    """Return this rank's slice, along the sequence, of the sum over the ranks: [batch, sequence, ...] ->
+    [batch, sequence / degree, ...]."""
     made: Tensor = x if axis.degree == 1 else _LeaveScattered.apply(x, axis, tag)
     return made
 
 
 def slice_along(x: Tensor, axis: Axis, dim: int, tag: str) -> Tensor:
-    """Return this rank's slice of `x`, which is the same on all ranks."""
+    """Return this rank's slice of `x`; `x` must be the same on all ranks."""
     made: Tensor = x if axis.degree == 1 else _Slice.apply(x, axis, dim, tag)
     return made
 
 
 def gather_along(x: Tensor, axis: Axis, dim: int, tag: str, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return all ranks' slices joined along `dim`.
+    """Return all ranks' slices concatenated along `dim`.
 
     Args:
-        sizes: of every rank along `dim`; default: all have this rank's.
+        sizes: size of every rank along `dim`; default: this rank's size on all ranks.
     """
     made: Tensor = x if axis.degree == 1 else _Gather.apply(x, axis, dim, tag, sizes)
     return made

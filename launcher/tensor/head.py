@@ -1,10 +1,10 @@
-"""The output end of a causal LM whose head is split: the model's forward sees logits of some vocabulary ids only.
+"""The loss and logits of a causal LM with a split head, whose forward has this rank's logits only.
 
-its loss          is computed on the split logits (`loss.py`); the model hands them to `model.loss_function`
-outputs.logits    after a loss in training mode: a guard, for gathering them would cost the memory that the split saves
+loss              computed on the split logits (`loss.py`), which the model passes to `model.loss_function`
+outputs.logits    after a loss in training mode: a guard, as gathering would undo the memory savings
                   without labels, or in eval mode: gathered, the same on all ranks
 
-A model that does something else with its logits needs a head whose output is gathered (`wants_gathered_head`).
+A model that uses its logits in any other way needs a head whose output is gathered (`wants_gathered_head`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GATHER = "write tensor_parallel.vocab_parallel_lm_head: false"
 
 
 def wants_gathered_head(model: PreTrainedModel) -> str | None:
-    """Return why the output of the model's head must be gathered for its own forward; None: it may stay split."""
+    """Return why the model's forward needs the gathered output of the head; None: it may stay split."""
     name = type(model).__name__
     if "forward" in vars(model):
         return f"forward of this {name} was replaced"
@@ -52,12 +52,12 @@ def wants_gathered_head(model: PreTrainedModel) -> str | None:
 
 
 def split_head(model: PreTrainedModel, axis: Axis, sizes: Sequence[int]) -> None:
-    """Make the model compute its loss on split logits, and answer for its logits. Its head is split already, and so
-    gives the own columns to the model's forward, which may scale or cap them.
+    """Make the model compute its loss on split logits, and gather or guard the logits in its outputs. Its
+    head must be split already: the model's forward gets this rank's columns, which it may scale or cap.
 
     Args:
-        axis: over which the head is split.
-        sizes: vocabulary ids of every rank; those of rank 0 come first. Some may have none.
+        axis: the axis over which the head is split.
+        sizes: number of vocabulary ids of every rank, in rank order; some may be 0.
 
     Raises:
         LauncherError: the model needs a gathered head.
@@ -72,14 +72,14 @@ def split_head(model: PreTrainedModel, axis: Axis, sizes: Sequence[int]) -> None
 
 
 def keep_logits_split(model: nn.Module, axis: Axis, head: nn.Module | None, wanted: bool | None) -> None:
-    """Let the loss of a model work on split logits, where it can.
+    """Compute the loss of a model on split logits, where possible.
 
     Args:
-        head: its output head, split over the vocabulary or not.
-        wanted: None: where it can; True: or else it is an error; False: logits are gathered.
+        head: the model's output head, split over the vocabulary or not.
+        wanted: None: split where possible; True: raise if it is not possible; False: gather the logits.
 
     Raises:
-        ConfigError: it is wanted and cannot be.
+        ConfigError: split logits are wanted and not possible.
     """
     if not isinstance(head, VocabularyHead):
         why: str | None = "its head is not split over the vocabulary"
@@ -100,16 +100,17 @@ def keep_logits_split(model: nn.Module, axis: Axis, head: nn.Module | None, want
 
 
 def gather_logits(logits: Tensor) -> Tensor:
-    """Return the whole logits of `outputs.logits`, [..., vocabulary], with autograd. Every rank of the tp axis must
-    call it. The gradient of the result must be the same on all of them, as that of a loss of theirs is."""
+    """Return the whole logits of `outputs.logits`, [..., vocabulary], with autograd. Every rank of the tp
+    axis must call it. The gradient of the result must be the same on all ranks, as it is for a loss of the
+    whole logits."""
     return logits.head.gather(logits.local) if isinstance(logits, SplitLogits) else logits
 
 
 class SplitHead:
-    """The facts that a model with a split head has about it.
+    """The split head of a model: computes its loss, and gathers or guards its logits.
 
     Args:
-        model: the name of its class, for people.
+        model: class name of the model, for messages.
         axis, sizes: as in `split_head`.
     """
 
@@ -120,7 +121,7 @@ class SplitHead:
         self.loss_computed = False
 
     def loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the model's `loss_function`."""
+        """Compute the loss on split logits, as the model's `loss_function`."""
         self._check(logits, "to its loss")
         self.loss_computed = True
         kwargs |= {"axis": self.axis, "start": self.start, "vocabulary": self.vocabulary}
@@ -131,7 +132,7 @@ class SplitHead:
         return gather_along(local, self.axis, -1, "head", self.sizes)
 
     def finish(self, outputs: object, training: bool) -> ModelOutput:
-        """Return the outputs of the model's own forward, with logits that somebody can read, or with the guard."""
+        """Return the outputs of the model's forward, with their logits gathered or replaced by the guard."""
         if not isinstance(outputs, ModelOutput) or "logits" not in outputs:
             raise LauncherError(
                 f"the head of {self.model} is split, and its forward gave {type(outputs).__name__} without logits",
@@ -162,11 +163,11 @@ _classes: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
 
 def _with_split_head(own: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the class with a forward that ends in `SplitHead.finish`: a class and not a hook, for some call forward
-    itself. It has the name of `own`, which is written into config.json."""
+    """Return a subclass whose forward ends in `SplitHead.finish`: not a hook, because some callers call
+    forward directly. It has the name of `own`, because the class name is written into config.json."""
     original: Callable[..., Any] = own.forward
 
-    @wraps(original)  # transformers looks at its signature
+    @wraps(original)  # transformers inspects the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         head: SplitHead = self.split_head
         head.loss_computed = False
@@ -183,11 +184,11 @@ def _with_split_head(own: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 class SplitLogits(torch.Tensor):
-    """Stands in `outputs.logits` after a loss on split logits: shape and dtype of the whole, and an error for
-    whoever reads them.
+    """Placeholder for `outputs.logits` after a loss on split logits. It has the shape and dtype of the whole
+    logits; reading its values raises an error.
 
     Args:
-        head: of the model.
+        head: the split head of the model.
         local: this rank's columns.
     """
 
@@ -216,7 +217,7 @@ class SplitLogits(torch.Tensor):
 
         tree_map(refuse, (args, kwargs))
 
-    # What torch answers for tensor subclasses without asking __torch_dispatch__:
+    # torch does not dispatch these methods of tensor subclasses to __torch_dispatch__:
 
     def tolist(self) -> Any:
         self._refuse("tolist()")

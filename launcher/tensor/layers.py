@@ -1,8 +1,8 @@
-"""The split layers: mixins that are put in front of a module's own class, so that it stays what it was for everybody
-who asks (`isinstance`, its name in the model, its parameters' names) and computes with this rank's share.
+"""The split layers: mixins placed before a module's own class. `isinstance`, the module's name and its
+parameters' names stay as they are, while it computes with this rank's shard.
 
-Linear layers of torch, and GPT-2's Conv1D, compute with our own functions; any other class runs its own forward on its
-local parameters, between the same borders.
+nn.Linear, and GPT-2's Conv1D, compute with this package's functions; any other class runs its own forward on
+its local parameters, between the same collectives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from launcher.tensor.functions import (
 
 @dataclass
 class SequenceState:
-    """The state of the forward under way: whether its sequences are sliced, and how long they are when whole."""
+    """The state of the current forward: whether its sequences are sliced, and their length when whole."""
 
     active: bool = False
     length: int = 0
@@ -36,22 +36,23 @@ class SequenceState:
 
 @dataclass
 class SplitInfo:
-    """The facts that a split module has about its split.
+    """Describes how a module is split.
 
     Args:
         axis: the tp axis.
-        name: of the module, which tags its collectives.
+        name: name of the module, which tags its collectives.
         overlaps: reduce input gradients while weight gradients are computed.
         streams: random numbers for dropout.
-        gathers: sizes on every rank of each packed part of the output, which is gathered; None: it stays split.
+        gathers: for each packed part of the output, its sizes on every rank: the output is gathered. None: it
+            stays split.
         slices: the input is whole, and this rank takes its slice.
-        takes: the output becomes whole, and this rank takes its slice.
-        sequence: where norms and residuals work on slices of the sequence (`sequence.py`).
-        scatters: outputs with at least so many dims are reduce-scattered along the sequence; 0: none are.
-        start, stop: the vocabulary ids of this rank.
-        rope: features of MLA's rope part.
-        linear: the module computes what nn.Linear or Conv1D does; set by `swap`.
-        heads: keyword arguments by heads -> (their dim, heads of all ranks).
+        takes: the output is reduced to the whole, and this rank takes its slice.
+        sequence: set if norms and residuals work on slices of the sequence (`sequence.py`).
+        scatters: outputs with at least this many dims are reduce-scattered along the sequence; 0: none are.
+        start, stop: the range of vocabulary ids of this rank.
+        rope: number of features of MLA's rope part.
+        linear: whether the module's own forward is that of nn.Linear or Conv1D; set by `swap`.
+        heads: keyword arguments that have a value per head -> (their head dim, total heads of all ranks).
         once: parameters that are added to an output which is summed over the ranks.
     """
 
@@ -73,13 +74,13 @@ class SplitInfo:
 
 
 class SplitModule(nn.Module):
-    """A module whose parameters this rank holds a share of."""
+    """A module of whose parameters this rank holds a shard."""
 
     split: SplitInfo
 
 
 class ColumnParallel(SplitModule):
-    """Output features are split: input whole, output [..., out / degree]."""
+    """A layer with split output features: the input is whole, the output is [..., out / degree]."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         split = self.split
@@ -97,7 +98,7 @@ class ColumnParallel(SplitModule):
 
 
 class VocabularyHead(SplitModule):
-    """A head [vocabulary, hidden]: logits of all ids, or where the loss can take them so, of this rank's only."""
+    """A head [vocabulary, hidden]: returns logits of all ids, or of this rank's if the loss supports it."""
 
     def forward(self, x: Tensor) -> Tensor:
         split = self.split
@@ -108,7 +109,8 @@ class VocabularyHead(SplitModule):
 
 
 class RowParallel(SplitModule):
-    """Input features are split: input [..., in / degree], output whole, or a slice of the sequence. Bias once."""
+    """A layer with split input features: the input is [..., in / degree], the output is whole or a slice of
+    the sequence. The bias is added once, after the sum over the ranks."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         split = self.split
@@ -124,7 +126,7 @@ class RowParallel(SplitModule):
         finally:
             if not split.linear:
                 self._parameters["bias"] = bias
-            split.streams.end_split()  # also where a recomputation has all it needs, and ends by an exception
+            split.streams.end_split()  # also if a recomputation stops early, which it does by an exception
         if split.sequence is not None and split.sequence.active and 0 < split.scatters <= y.dim():
             y = leave_scattered(y, split.axis, split.name)
         else:
@@ -134,7 +136,7 @@ class RowParallel(SplitModule):
 
 
 class VocabularyParallelEmbedding(SplitModule):
-    """Rows are split: a rank looks its own ids up, the sum over the ranks is the embedding."""
+    """An embedding with split rows: each rank looks up its own ids, and the results are all-reduced."""
 
     def forward(self, ids: Tensor) -> Tensor:
         split = self.split
@@ -145,7 +147,7 @@ class VocabularyParallelEmbedding(SplitModule):
 
 
 class HiddenParallelEmbedding(SplitModule):
-    """Columns are split: a rank looks up its slice of every vector, and the slices are gathered."""
+    """An embedding with split columns: each rank looks up its slice of every vector; these are gathered."""
 
     def forward(self, ids: Tensor) -> Tensor:
         split = self.split
@@ -153,8 +155,8 @@ class HiddenParallelEmbedding(SplitModule):
 
 
 class _Term(torch.autograd.Function):
-    """1 / degree of a parameter that every rank adds to its term of a sum: it is added once in all, so each rank has
-    the whole gradient."""
+    """Returns 1 / degree of a parameter that every rank adds to its term of a sum over the ranks: in total,
+    the parameter is added once. Each rank gets the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, degree: int) -> Tensor:
@@ -166,7 +168,7 @@ class _Term(torch.autograd.Function):
 
 
 class PartialExperts(SplitModule):
-    """Experts, each of which is split: whole tokens in, and the sum of what the ranks make of them out."""
+    """Experts, each of which is split: inputs are whole tokens, outputs are summed over the ranks."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         split = self.split
@@ -185,14 +187,14 @@ class PartialExperts(SplitModule):
         return leave(y, split.axis, split.name)
 
     def _entered(self, value: Any) -> Any:
-        """Routing weights get a term of their gradient on each rank, too."""
+        """Sum the gradients of routing weights over the ranks, too: each rank has only a term of them."""
         if isinstance(value, Tensor) and value.is_floating_point():
             return enter(value, self.split.axis, f"{self.split.name}.weights", overlaps=self.split.overlaps)
         return value
 
 
 class SlicedHeads(SplitModule):
-    """Attention that is given something for each head of all ranks: it gets its own heads' part of that."""
+    """Attention with arguments that have a value per head of all ranks: takes those of this rank's heads."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         split = self.split
@@ -206,7 +208,7 @@ class SlicedHeads(SplitModule):
 
 
 class WholeNorm(SplitModule):
-    """A norm over features that are split: computed whole, of which each rank goes on with its slice."""
+    """A norm over split features: gathers them, computes the whole norm, and returns this rank's slice."""
 
     def forward(self, x: Tensor) -> Tensor:
         split = self.split
@@ -216,7 +218,7 @@ class WholeNorm(SplitModule):
 
 
 class IdentityExpert(SplitModule):
-    """An expert that returns its input, inside of experts whose outputs are summed over the ranks."""
+    """An expert that returns its input, among experts whose outputs are summed over the ranks."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(x / self.split.axis.degree, *args, **kwargs)
@@ -230,8 +232,9 @@ class SummedOutput(SplitModule):
 
 
 class LatentAndRope(SplitModule):
-    """MLA's down-projection [..., latent + rope]: every rank has it whole. The latent part goes on into a split layer;
-    the rope part goes straight to this rank's heads, so its gradient is a term of a sum."""
+    """MLA's down-projection [..., latent + rope], replicated on every rank. The latent part is the input of a
+    split layer; the rope part is read directly by this rank's heads, so its gradient is summed over the
+    ranks."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         split = self.split
@@ -260,21 +263,21 @@ def _mixed(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
 
 
 def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
-    """Return what a Linear or Conv1D computes."""
+    """Return the output of a Linear or Conv1D."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     bias = module._parameters.get("bias") if biased else None
     return linear(x, weight, bias, transposed=isinstance(module, Conv1D))
 
 
 class OwnBackward(nn.Module):
-    """A linear layer whose weight gradient can be put off, or added in place (`weight_gradients.py`)."""
+    """A linear layer whose weight gradient can be deferred, or added in place (`weight_gradients.py`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_of(self, x)
 
 
 def give_own_backward(module: nn.Module) -> None:
-    """Give our backward to every linear layer inside that has no other forward than that."""
+    """Convert every module inside whose forward is that of nn.Linear or Conv1D to `OwnBackward`."""
     for inner in module.modules():
         own = type(inner)
         if own.forward in (nn.Linear.forward, Conv1D.forward):

@@ -1,15 +1,16 @@
 """The loss of a causal LM whose logits are split over the vocabulary.
 
-Each rank has the logits of some vocabulary ids [first, first + width). For a token the loss needs three numbers of all
-logits: the largest, the sum of exponentials, and the target's logit. Each is put together from one number a rank. So
-one gather of 3 fp32 numbers a token is all that is sent; the backward sends nothing, for the gradient of a logit needs
-these numbers and the logit:
+Each rank has the logits of vocabulary ids [first, first + width). For each token the loss needs three numbers
+over all logits: the largest, the sum of exponentials, and the target's logit. Each is combined from one
+number per rank, so the only communication is an all-gather of 3 fp32 numbers per token. The backward needs no
+communication, because the gradient of a logit depends only on these numbers and the logit:
 
 largest, total    M = max of x, S = sum of exp(x - M), over the whole vocabulary
 loss              log S + M - x[target]
-gradient          exp(x - M) / S - 1[target], on the own columns
+gradient          exp(x - M) / S - 1[target], on this rank's columns
 
-Logits are read a few rows at a time: nothing of their size is made in fp32, and only the logits are kept for backward.
+Logits are processed a few rows at a time: no fp32 copy of all logits is made, and only the logits are saved
+for backward.
 """
 
 from __future__ import annotations
@@ -30,31 +31,32 @@ IGNORED = -100
 _TILE, _DEVICE_TILE = (
     1 << 20,
     1 << 24,
-)  # elements read at once: caches are small, and launches cost a device time
-_PIECES = 64  # at most: a piece of large logits is small beside them
-_TERMS = 3  # numbers that a rank sends for a token
+)  # elements per tile: small for CPU caches, larger on a device to amortise kernel launches
+_PIECES = 64  # most tiles: a tile of large logits is still small compared to them
+_TERMS = 3  # numbers that a rank sends per token
 
 Reduction = Literal["mean", "sum", "none"]
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The inputs of the loss of a rank's columns; see `vocab_parallel_cross_entropy`."""
+    """The settings of the loss on a rank's columns; see `vocab_parallel_cross_entropy`."""
 
     start: int
     vocabulary: int
     ignore_index: int = IGNORED
 
     def own(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return which labels [T] are ids of this rank, and their columns; for the others any column."""
+        """Return a mask of the labels [T] that are this rank's ids, and their columns (any column for
+        others)."""
         column = labels - self.start
         return (column >= 0) & (column < width), column.clamp(0, width - 1)
 
 
 @dataclass(frozen=True)
 class LogitStatistics:
-    """Numbers of all logits of each token, [T] each: the largest logit, sum of exp(logit - largest), and the target's
-    logit."""
+    """Statistics over all logits of each token, [T] each: the largest logit, the sum of exp(logit - largest),
+    and the target's logit."""
 
     largest: Tensor
     total: Tensor
@@ -71,16 +73,17 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = IGNORED,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Cross entropy of logits that are split over the ranks of `axis`: the same fp32 value on all of them, and on each
-    the gradient of its own logits, in their dtype. Every rank must call it.
+    """Return the cross entropy of logits that are split over the ranks of `axis`: the same fp32 value on all
+    ranks. Each rank gets the gradient of its own logits, in their dtype. Every rank must call it.
 
     Args:
-        logits: of this rank, [..., its share of the vocabulary]; shares may be uneven, and may be empty.
+        logits: logits of this rank, [..., its share of the vocabulary]; shares may be uneven, and may be
+            empty.
         labels: vocabulary ids [...], the same on all ranks.
         start: vocabulary id of the first column.
-        vocabulary: number of ids on all ranks together.
+        vocabulary: total number of ids on all ranks.
         ignore_index: tokens with this label have no loss.
-        reduction: over the tokens with a loss; "none" gives [...], with 0 for the others.
+        reduction: over the tokens with a loss; "none" returns [...], with 0 for ignored tokens.
 
     Raises:
         LauncherError: the shapes do not fit, or a label is neither a vocabulary id nor `ignore_index`.
@@ -115,14 +118,14 @@ def causal_lm_loss(
     vocabulary: int,
     **kwargs: object,
 ) -> Tensor:
-    """Return what transformers' ForCausalLMLoss gives, on split logits: each token predicts the next label.
+    """Return the loss of transformers' ForCausalLMLoss, on split logits: each token predicts the next label.
 
     Args:
-        logits: of this rank, [B, S, its share of the vocabulary].
-        labels: [B, S]; not read where `shift_labels` is given.
-        vocab_size: not read, nor are `kwargs`; models hand them over.
-        num_items_in_batch: the sum is divided by this number, not by that of the tokens here.
-        shift_labels: labels that are moved already.
+        logits: logits of this rank, [B, S, its share of the vocabulary].
+        labels: [B, S]; ignored if `shift_labels` is given.
+        vocab_size: ignored, as are `kwargs`; models pass them.
+        num_items_in_batch: the sum is divided by this number, not by the number of tokens with a loss.
+        shift_labels: labels that are already shifted.
         axis, start, vocabulary: as in `vocab_parallel_cross_entropy`.
     """
     if shift_labels is None:
@@ -144,7 +147,7 @@ def causal_lm_loss(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Losses [T] of logits [T, width] and labels [T]."""
+    """Computes the losses [T] of logits [T, width] and labels [T]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, settings: LossOptions) -> Tensor:
@@ -164,10 +167,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOptions) -> None:
-    """Fill in what this rank knows of each token.
+    """Compute this rank's terms of the statistics of each token.
 
     Args:
-        terms: is filled, [3, T]: the largest logit, sum of exp(logit - largest), and the target's logit or 0.
+        terms: the output, [3, T]: the largest logit, sum of exp(logit - largest), and the target's logit or
+            0.
         logits: [T, width].
     """
     width = logits.shape[1]
@@ -179,7 +183,7 @@ def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOpti
         x = logits[rows].to(terms.dtype)
         largest = x.amax(-1, keepdim=True)
         terms[0, rows] = largest.squeeze(-1)
-        # Where all logits of this rank are masked by -inf, the difference would be no number.
+        # If all logits of this rank are masked by -inf, the difference would be NaN.
         anchor = largest.masked_fill_(largest == float("-inf"), 0)
         terms[1, rows] = (x - anchor).exp_().sum(-1)
     mine, column = settings.own(labels, width)
@@ -187,14 +191,14 @@ def fill_terms(terms: Tensor, logits: Tensor, labels: Tensor, settings: LossOpti
 
 
 def combine(parts: Tensor) -> LogitStatistics:
-    """Return the terms of all ranks [degree, 3, T] as numbers of the whole vocabulary."""
+    """Combine the terms of all ranks [degree, 3, T] into statistics over the whole vocabulary."""
     largest = parts[:, 0].amax(0)
     total = (parts[:, 1] * (parts[:, 0] - largest).exp()).sum(0)
     return LogitStatistics(largest, total, parts[:, 2].sum(0))
 
 
 def losses(whole: LogitStatistics, labels: Tensor, settings: LossOptions) -> Tensor:
-    """Return the loss of each token [T]; 0 where it is ignored."""
+    """Return the loss of each token [T]; 0 for ignored tokens."""
     loss = whole.total.log() + (whole.largest - whole.target)
     return loss.masked_fill_(labels == settings.ignore_index, 0)
 
@@ -209,21 +213,21 @@ def gradient(
         upstream: gradient of each token's loss [T].
     """
     gradient = torch.empty_like(logits)
-    upstream = upstream.masked_fill(labels == settings.ignore_index, 0)  # a mean over no token asks for nan
+    upstream = upstream.masked_fill(labels == settings.ignore_index, 0)  # NaN from a mean over no tokens
     scale = upstream / total
     for rows in _tiles(logits):
-        # A copy to compute in: a sum of two dtypes would make one more on a CPU.
+        # Compute in place in one copy: mixed dtypes would create another copy on a CPU.
         part = logits[rows].to(total.dtype, copy=True).sub_(largest[rows, None])
         part.exp_().mul_(scale[rows, None])
         mine, column = settings.own(labels[rows], logits.shape[1])
         part[torch.arange(len(part), device=part.device), column] -= upstream[rows].masked_fill(~mine, 0)
         gradient[rows] = part
-        del part  # before the next one is made
+        del part  # free it before the next one is allocated
     return gradient
 
 
 def _tiles(logits: Tensor) -> Iterator[slice]:
-    """Yield the rows of logits [T, width], a few at a time; none where there are no columns."""
+    """Yield slices of the rows of logits [T, width], a few rows each; none if there are no columns."""
     tokens, width = logits.shape
     if width:
         step = max(
@@ -238,9 +242,9 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def _check(labels: Tensor, settings: LossOptions) -> None:
-    """Check labels: no rank has the logit of a label that is no vocabulary id, so none would miss it."""
+    """Check that labels are vocabulary ids: without this check, no rank would notice any other label."""
     wrong = (labels != settings.ignore_index) & ((labels < 0) | (labels >= settings.vocabulary))
-    if labels.device.type != "cpu":  # no waiting for the device; torch's own loss does the same
+    if labels.device.type != "cpu":  # avoids a device synchronisation, as torch's own loss does
         torch._assert_async(~wrong.any(), "a label is not in the vocabulary")
         return
     if wrong.any():

@@ -1,4 +1,4 @@
-"""The division of a dim among the ranks of an axis: pure arithmetic."""
+"""Divides a dim among the ranks of an axis: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from launcher.tensor.split import DimSlice
 
 
 class IndivisibleError(ValueError):
-    """The degree does not divide what there is to deal out.
+    """Raised if the degree does not divide the number of grains of a dim.
 
     Args:
-        count: of what cannot be taken apart.
+        count: the number that cannot be divided.
     """
 
     def __init__(self, count: int) -> None:
@@ -21,13 +21,12 @@ class IndivisibleError(ValueError):
 
 
 def even_sizes(size: int, degree: int) -> list[int]:
-    """Return the sizes of the slices of a dim, like Tensor.tensor_split: the first ones are longer by one where
-    needed."""
+    """Return the sizes of the slices of a dim, as in Tensor.tensor_split: the first may be longer by one."""
     return [size // degree + (rank < size % degree) for rank in range(degree)]
 
 
 def shares_of(size: int, proportions: Sequence[int]) -> list[int]:
-    """Return a dim as the packed matrices that lie along it: 12 elements packed (2, 1, 1) are [6, 3, 3].
+    """Return the sizes of the matrices packed along a dim: 12 elements packed (2, 1, 1) are [6, 3, 3].
 
     Raises:
         IndivisibleError: `size` is not a multiple of the sum of the proportions.
@@ -44,13 +43,14 @@ def parts_of(
     """Return this rank's part of each share.
 
     Args:
-        shares: packed matrices along the dim; each is divided by itself.
-        grain: elements that stay together (those of a head).
+        shares: sizes of the packed matrices along the dim; each is divided separately.
+        grain: number of elements that stay together (those of a head).
         uneven: parts may differ by one grain.
-        replicates: fewer grains than ranks are held by several ranks each.
+        replicates: if there are fewer grains than ranks, several ranks hold each grain.
 
     Raises:
-        IndivisibleError: neither does the degree divide the grains, nor may it otherwise.
+        IndivisibleError: the degree does not divide the grains, and neither `uneven` nor `replicates` allows
+            it.
     """
     parts, offset, degree = [], 0, axis.degree
     for share in shares:
@@ -73,10 +73,10 @@ def parts_of(
 
 
 def longest(shares: Sequence[int], degree: int, grain: int = 1) -> int:
-    """Return the elements along the dim of the rank that has most: the first."""
+    """Return the number of elements along the dim of the rank with the most: the first."""
     return sum(grain * max(1, -(-share // grain // degree)) for share in shares)
 
 
 def valid_degrees(count: int, *, replicates: bool = False) -> list[int]:
-    """Return the degrees at which `count` grains can be dealt out, up to 64."""
+    """Return the degrees, up to 64, over which `count` grains can be divided."""
     return [d for d in range(1, 65) if count % d == 0 or (replicates and d % count == 0)]

@@ -1,10 +1,12 @@
 """The plan of a model: which modules and parameters are split, and how. Plans are data.
 
-A plan maps name patterns to rules. `*` stands for a number, as in `model.layers.*.self_attn.q_proj`; in front of all it
-stands for any path. A pattern may name a module or a parameter. What no pattern names is replicated.
+A plan maps name patterns to rules. `*` matches a number, as in `model.layers.*.self_attn.q_proj`; at the
+start of a pattern it matches any path. A pattern may match a module or a parameter. Whatever no pattern
+matches is replicated.
 
-A plan is the model's own (`tp_plan` of transformers' models; `base_model_tp_plan` of its config and `_tp_plan` of any
-other), with the rows of our table (`plans.py`) over it, and the JSON's own rules (`user_plan.py`) over both.
+A plan combines, in increasing precedence, the model's own plan (`tp_plan` of transformers' models;
+`base_model_tp_plan` of the config and `_tp_plan` of any other model), the rows of this package's table
+(`plans.py`), and the rules of the config (`user_plan.py`).
 """
 
 from __future__ import annotations
@@ -33,20 +35,20 @@ def model_type_of(model: nn.Module) -> str:
 
 
 def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, SplitRule]:
-    """Return the plan of a model, by full name patterns; the first that matches counts.
+    """Return the plan of a model: pattern of full names -> rule; the first match applies.
 
     Args:
-        own: rules of the JSON, which come first.
+        own: rules of the config, which come first.
 
     Raises:
-        ConfigError: there is none, or a rule of the JSON does not fit the model.
+        ConfigError: there is no plan, or a rule of the config does not fit the model.
     """
     kind = model_type_of(model)
     rows = {**_of_model(model), **_of_table(model, kind)}
     plan = {pattern: row if isinstance(row, SplitRule) else SplitRule(row) for pattern, row in rows.items()}
     if own is not None:
         return {**_rows_of(own, model, kind, planned=_named(plan, model)), **plan}
-    # every HF plan gets a row for the head: alone it is no plan
+    # Every transformers plan has a row for the head, which alone does not make a plan.
     if not _named({pattern: rule for pattern, rule in plan.items() if "head" not in pattern}, model):
         why = f": {WITHOUT_PLAN[kind]}" if kind in WITHOUT_PLAN else ""
         raise ConfigError(
@@ -58,15 +60,15 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, S
 
 
 def _named(plan: Mapping[str, SplitRule], model: nn.Module) -> set[str]:
-    """Return the modules and parameters that a plan speaks of."""
+    """Return the names of the modules and parameters that a plan matches."""
     names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
     patterns = [matching(pattern) for pattern in plan]
     return {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}
 
 
 def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str]) -> dict[str, SplitRule]:
-    """Return the JSON's rules as rows: by the module whose weight they match, or by the parameter of any other
-    module."""
+    """Return the rules of the config as rows of a plan. The key is the module whose weight a rule matches, or
+    for parameters of other modules the parameter itself."""
     rules = rules_of(own, kind)
     weights = {
         f"{name}.weight": module
@@ -93,7 +95,7 @@ def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str
             )
         owner = name.rpartition(".")[0]
         if module is None and rule.kind == "skip" and rule.where:
-            rows[owner] = SplitRule("replicate")  # what the plan says of its module counts no more
+            rows[owner] = SplitRule("replicate")  # overrides the plan's rule for the module
         rows[owner if module else name] = SplitRule(style, packed if len(packed) > 1 else (1,))
     return rows
 
@@ -109,12 +111,12 @@ def _style_of(rule: UserRule, module: nn.Module | None) -> str:
 
 
 def number_of(config: Any, name: str) -> int:
-    """Return a number of a config, or of a config inside of it: `attn_config.kv_n_heads`."""
+    """Return a number from a config, or from a nested config: `attn_config.kv_n_heads`."""
     return int(attrgetter(name)(config))
 
 
 def _of_model(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a model brings: transformers gathers what its parts say in `tp_plan`."""
+    """Return the model's own plan; transformers collects those of its modules in `tp_plan`."""
     gathered: Any = getattr(model, "tp_plan", None)
     if gathered is not None:
         return dict(gathered)

@@ -1,7 +1,7 @@
-"""Our own plans, by model type: for models that have none in transformers, and where theirs can be bettered. Data.
+"""Plans by model type, for models without a plan in transformers, and to improve some of theirs.
 
-Rows for a type that has a plan in transformers stand for rows there of the same name, or are added to them. Adding a
-model is adding a row to _PLANS. Names are those inside the base model: `layers.*.self_attn`, not
+For a type that has a plan in transformers, rows replace its rows of the same name, or are added to them. To
+add a model, add a row to _PLANS. Names are relative to the base model: `layers.*.self_attn`, not
 `model.layers.*.self_attn`. Embedding and head need no row.
 """
 
@@ -45,7 +45,7 @@ _PERSIMMON = (
 
 
 def _attention(place: str, counts: str = "num_heads") -> dict[str, str | SplitRule]:
-    """Return the rules of attention as in the first encoder-decoder models."""
+    """Return the rules of attention with the names of the first encoder-decoder models."""
     return _counts(place, counts) | _at(place, colwise=_QKV, rowwise="out_proj")
 
 
@@ -93,7 +93,7 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
     | _at("h.*.mlp", colwise="c_fc", rowwise="c_proj"),
     "gpt_neo": _attention("h.*.attn.attention") | _at("h.*.mlp", colwise="c_fc", rowwise="c_proj"),
     "gptj": _attention("h.*.attn", "num_attention_heads") | _at("h.*.mlp", colwise="fc_in", rowwise="fc_out"),
-    # written for four TPU cores: their query, value and key lie one after the other
+    # Written for four TPU cores: query, value and key of each core are packed one after the other.
     "codegen": _counts("h.*.attn", "num_attention_heads")
     | {"h.*.attn.qkv_proj": SplitRule("colwise", packed=(1, 1, 1), repeat=4)}
     | {"h.*.attn.out_proj": SplitRule("rowwise", repeat=4)}
@@ -120,7 +120,7 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
             _counts("h.*.self_attention", "num_heads", heads={"alibi": 0})
             | _at("h.*.self_attention", colwise="query_key_value", rowwise="dense")
             | _inside("h.*", _4H),
-            when={"slow_but_exact": False},  # else it slices the weights of its layers itself
+            when={"slow_but_exact": False},  # otherwise the model slices the weights of its layers itself
         ),
     ),
     "falcon": (
@@ -144,7 +144,7 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
             },
             when={"new_decoder_architecture": False, "multi_query": True},
         ),
-        # Falcon-7B: a number of heads that no degree divides
+        # Falcon-7B: no degree divides its number of heads.
         ConfigCase(
             {_FALCON: "replicate"} | _whole(_FALCON, "query_key_value", "dense"),
             when={"new_decoder_architecture": False, "multi_query": True, "num_attention_heads": 71},
@@ -159,7 +159,7 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
             _counts("layers.*.self_attn", "num_heads num_key_value_heads", replicates=True) | _LLAMA,
             when={"qk_layernorm": False},
         ),
-        # a norm for each head: attention is computed whole
+        # One norm per head: attention is computed whole.
         ConfigCase(
             _at("layers.*.self_attn", colwise_gather_output=_QKV, rowwise_split_input="o_proj"),
             when={"qk_layernorm": True},
@@ -174,7 +174,7 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
     | _at("layers.*.attention", colwise="query_key_value", rowwise="dense")
     | _inside("layers.*", _4H),
     "hunyuan_v1_dense": _LLAMA | _at("layers.*.self_attn", **{_SUMMED: "query_layernorm key_layernorm"}),
-    # the two halves of the heads are subtracted from one another
+    # Differential attention: the second half of the heads is subtracted from the first.
     "diffllama": {f"layers.*.self_attn.{name}": SplitRule("colwise", packed=(1, 1)) for name in _QKV.split()}
     | _at("layers.*.self_attn", rowwise="o_proj", **{_SUMMED: "lambda_q1 lambda_k1 lambda_q2 lambda_k2"})
     | _GATED,
@@ -266,7 +266,7 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
     | _at("layers.*.mlp.experts", packed_colwise="gate_up_proj", rowwise="down_proj")
     | _whole("layers.*.self_attn", "qkv_proj.q_proj qkv_proj.k_proj", "o_proj"),
     "reformer": _at("encoder.layers.*.feed_forward", colwise="dense.dense", rowwise="output.dense"),
-    # attention only of these hybrids, and what follows it: their state spaces are whole
+    # Hybrids: only attention and the feed forward are split, state-space layers are replicated.
     "bamba falcon_h1": _at("layers.*.self_attn", colwise=_QKV, rowwise="o_proj")
     | _at("layers.*.feed_forward", colwise="gate_proj up_proj", rowwise="down_proj"),
     "recurrent_gemma": _at("layers.*.temporal_block", colwise=_QKV, rowwise="o_proj")
@@ -274,28 +274,28 @@ _PLANS: dict[str, TensorParallelPlan | tuple[ConfigCase, ...]] = {
     "bert roberta camembert xlm-roberta data2vec-text electra ernie megatron-bert": _BERT,
     "rembert roberta-prelayernorm xlm-roberta-xl roc_bert roformer xmod bert-generation": _BERT,
     "xlnet": _at("layer.*.ff", colwise="layer_1", rowwise="layer_2"),
-    # Over transformers' own rows, which compute something else:
+    # These replace rows of transformers that compute something else:
     "apertus": {"layers.*.mlp.act_fn": _SUMMED},
     "doge": {"layers.*.self_attn.A": "colwise", "layers.*.self_attn.dt_proj": "rowwise_slice_output"}
     | _at("layers.*.self_attn", **{_SUMMED: "q_norm k_norm"}),
-    # keeps the largest activations of a whole layer: needs all of them
+    # Keeps only the largest activations of a layer, and needs all of them for that.
     "gemma3n_text": _whole("layers.*.mlp", "gate_proj up_proj", "down_proj"),
     "inkling_text": _INKLING | {"embed_tokens.embed_norm": _SUMMED},
     "inkling2_text": _INKLING,
 }
 
-# by model type: all cases that agree with the config, joined
+# Model type -> cases; all cases that match the config are merged.
 PLANS: dict[str, tuple[ConfigCase, ...]] = {
     name: plan if isinstance(plan, tuple) else (ConfigCase(plan),)
     for names, plan in _PLANS.items()
     for name in names.split()
 }
 
-# Types without a plan, and why.
+# Model types without a plan, and why.
 _RECURRENT = "its layers are recurrences along the sequence, which are not split"
 WITHOUT_PLAN = {name: _RECURRENT for name in ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")}
 
-# Types whose blocks do more with whole sequences than their parts do, and what.
+# Model types whose blocks, outside of their submodules, need whole sequences, and why.
 _STREAMS = "their blocks mix several residual streams (hyper-connections)"
 _PER_LAYER = "their blocks add an embedding of each token that belongs to the layer"
 _EMBEDDINGS = "their blocks join the embeddings to what the block before gives"

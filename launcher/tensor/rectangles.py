@@ -1,5 +1,4 @@
-"""A flat range of an n-d row-major tensor as axis-aligned boxes: what a shard of a flat buffer is to a
-reader."""
+"""Decomposes a flat range of an n-d row-major tensor, such as a flat shard, into axis-aligned boxes."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ class Rectangle:
     sizes: tuple[int, ...]
     """Its extent along every dim."""
     flat_start: int
-    """Where it begins in the flattened tensor."""
+    """Its start in the flattened tensor."""
     flat_stop: int
-    """Where it ends there: flat_start + product of sizes."""
+    """Its end in the flattened tensor: flat_start + product of sizes."""
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
     """Return the flat element range [start, stop) of a tensor of `shape` as disjoint boxes, in flat order.
 
-    At most 2n - 1 boxes for n dims: the rest of a row, whole rows, the beginning of a row, the two ragged
-    ends again so one dim deeper. An empty range gives [].
+    There are at most 2n - 1 boxes for n dims: the end of a row, whole rows, and the beginning of a row, where
+    the two partial rows are decomposed recursively. An empty range gives [].
 
     Raises:
         ValueError: the range is not inside the tensor.

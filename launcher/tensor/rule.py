@@ -1,4 +1,4 @@
-"""Rules of a plan, and short ways to write rows of them."""
+"""Rules of a plan, and helpers to write rows of rules."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from dataclasses import dataclass, field
 class SplitRule:
     """The split of one module or parameter.
 
-    A number may be given as a string: then it names one of the model's config, as in `attn_config.kv_n_heads`.
+    A number may be given as a string, the name of a number in the model's config, such as
+    `attn_config.kv_n_heads`.
 
     Args:
         style: a key of launcher.tensor.styles.STYLES.
-        packed: proportions of the matrices that lie end to end along the split dim; each is split by itself.
-        repeat: how often they lie there.
-        divide: attributes of the module that count what is split (heads, features): divided by the degree.
-            `config.x` is number x of the config that the module looks at.
-        replicates: fewer of them than ranks (key-value heads) are held by several ranks each.
-        heads: keyword arguments -> the dim that counts heads, or batch x heads, where it does not only stand for all of
-            them; for style "heads". How many heads there are is what the first attribute of `divide` says.
-        grain: how many features stay together: an attribute of the attention that the module is in, which says it of
-            projections with a common name by itself (`counts.head_size`).
+        packed: proportions of the matrices that are packed along the split dim; each is split separately.
+        repeat: how many times this packing is repeated along the dim.
+        divide: attributes of the module that count what is split (heads, features), to be divided by the
+            degree. `config.x` is number x of the config that the module reads.
+        replicates: if there are fewer heads than ranks (key-value heads), several ranks hold each head.
+        heads: for style "heads": keyword arguments -> their dim of heads, or batch x heads; a dim of size 1
+            broadcasts and is not sliced. The first attribute of `divide` is the number of heads.
+        grain: attribute of the enclosing attention module with the number of features that stay together. Not
+            needed for projections with common names (`counts.head_size`).
         once: parameters of the module that are added to its output, which is summed over the ranks.
     """
 
@@ -36,16 +37,16 @@ class SplitRule:
     once: tuple[str, ...] = ()
 
 
-# name pattern -> a style's name, or a rule where the style needs to know more
+# name pattern -> name of a style, or a rule if the style needs parameters
 TensorParallelPlan = Mapping[str, str | SplitRule]
 
 
 @dataclass(frozen=True)
 class ConfigCase:
-    """Rows for models whose config says so.
+    """Rows for models whose config matches.
 
     Args:
-        when: attribute of the config -> its value; all must agree.
+        when: config attribute -> required value; all must match.
     """
 
     plan: TensorParallelPlan
@@ -53,7 +54,7 @@ class ConfigCase:
 
 
 def at(place: str, **names: str) -> dict[str, str | SplitRule]:
-    """Return the rows for what is inside of `place`: style -> names."""
+    """Return the rows for modules or parameters inside of `place`; `names`: style -> names."""
     return {f"{place}.{name}": style for style, joined in names.items() for name in joined.split()}
 
 
@@ -63,11 +64,11 @@ def counts(place: str, attributes: str, **others: object) -> dict[str, str | Spl
 
 
 def inside(place: str, plan: TensorParallelPlan) -> dict[str, str | SplitRule]:
-    """Return the rows of a plan, one level up."""
+    """Return the rows of a plan with `place` prefixed to their patterns."""
     return {f"{place}.{name}": row for name, row in plan.items()}
 
 
 def whole(place: str, columns: str, rows: str) -> dict[str, str | SplitRule]:
-    """Return rules for attention whose heads its code cannot split: parameters are, and it computes all heads on every
-    rank."""
+    """Return rules for attention whose code cannot work on some of its heads: only parameters are split, and
+    every rank computes all heads."""
     return at(place, colwise_gather_output=columns, rowwise_split_input=rows)

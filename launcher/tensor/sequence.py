@@ -1,18 +1,20 @@
-"""Sequence parallelism (Megatron; Korthikanti et al. 2022): between split layers each rank of the tp axis works on its
-slice of the sequence, so norms, residuals and dropout are neither computed nor kept twice.
+"""Sequence parallelism (Megatron; Korthikanti et al. 2022): between split layers each rank of the tp axis
+works on its slice of the sequence, so norms, residuals and dropout are neither computed nor stored
+redundantly.
 
 ```
-embedding -> slice -> [norm -> gather | region | reduce-scatter -> residual -> ...] -> gather -> last norm, head
+embedding -> slice -> [norm -> gather | region | reduce-scatter -> residual -> ...] -> gather -> norm, head
 ```
 
-A region is what needs whole sequences: the children of a block but norms and dropout (mostly attention and MLP). On its
-way in the sequence is gathered, once for all that read it. On its way out partial sums are reduce-scattered where a
-region ends in one row-parallel layer; any other region makes whole sequences, of which each rank takes its slice.
-Parameters of a block outside of its regions see a slice: their gradients are partial. A part that makes split features
-for the next one (BERT's intermediate) takes whole sequences and gives whole sequences.
+A region needs whole sequences: any child of a block except norms and dropout (mostly attention and MLP). Its
+input is gathered along the sequence, once for all readers. If the region ends in one row-parallel layer, its
+output, a partial sum, is reduce-scattered; any other region computes whole sequences, of which each rank
+takes its slice. Parameters of a block outside of its regions are applied to a slice, so their gradients are
+partial. A module that makes split features for the next one (BERT's intermediate) takes and returns whole
+sequences.
 
-Hooks on blocks run in the forward only, those on regions again where a block is recomputed in backward: what the
-forward knew of its sequences is kept until the next forward that is trained.
+Hooks on blocks run in the forward only. Hooks on regions run again when a block is recomputed in backward, so
+the slicing of a forward is kept until the next forward that is trained.
 """
 
 from __future__ import annotations
@@ -37,22 +39,23 @@ from launcher.tensor.layers import (
 )
 
 WHERE = "tensor_parallel.sequence_parallel"
-_ELEMENTWISE = ("norm", "dropout", "identity", "activation", "gelu", "silu", "relu")  # in a class's name
+_ELEMENTWISE = ("norm", "dropout", "identity", "activation", "gelu", "silu", "relu")  # in class names
 _REDUCING = (RowParallel, PartialExperts, SummedOutput)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-_STATES = ("hidden_states", "x", "hidden_state", "inputs")  # keywords of what travels from block to block
+_STATES = ("hidden_states", "x", "hidden_state", "inputs")  # keywords of a block's input activations
 
 ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]
-Slicing = tuple[bool, int]  # whether sequences are sliced, and how long they are
+Slicing = tuple[bool, int]  # whether sequences are sliced, and their whole length
 
 
 class SequenceParallel:
     """Slices sequences between the blocks of a model whose layers are split.
 
     Args:
-        blocks: in the order of the forward; a block takes and returns [batch, sequence, ...].
-        streams: random numbers for dropout; blocks work on slices, so each rank draws its own.
-        summed: parameters that are split, or whose gradients are summed over the ranks as the plan says.
+        blocks: in forward order; a block takes and returns [batch, sequence, ...].
+        streams: random numbers for dropout; inside of blocks each rank draws its own, because it works on a
+            slice.
+        summed: parameters that are split, or whose gradients the plan sums over the ranks.
         overlaps: as in `enter`.
     """
 
@@ -67,14 +70,15 @@ class SequenceParallel:
     ) -> None:
         self.axis, self.blocks, self.streams, self.overlaps = axis, blocks, streams, overlaps
         self.summed = summed
-        # of the forward under way; afterwards, for recomputation, of the last to be trained
+        # of the current forward; afterwards, for recomputation, of the last forward that is trained
         self.state = SequenceState()
         self._trained = False, 0
         self._begun = False
         self.partial: set[nn.Parameter] = set()
 
     def install(self) -> None:
-        """Put hooks on the blocks and their regions, and find the parameters whose gradients are partial."""
+        """Register hooks on the blocks and their regions, and collect the parameters with partial
+        gradients."""
         for place, (name, block) in enumerate(self.blocks):
             first, last = place == 0, place == len(self.blocks) - 1
             block.register_forward_pre_hook(self._before_block(name, first=first), with_kwargs=True)
@@ -96,7 +100,7 @@ class SequenceParallel:
             return
         region.register_forward_pre_hook(self._before_region(name), with_kwargs=True)
         reducing = [m for m in region.modules() if isinstance(m, _REDUCING)]
-        if not reducing and _splits_features(region):  # of whole sequences, for another region
+        if not reducing and _splits_features(region):  # its output, of whole sequences, is for another region
             return
         if len(reducing) == 1 and isinstance(reducing[0], RowParallel) and self._all_know(region):
             reducing[0].split.scatters = 3
@@ -110,34 +114,36 @@ class SequenceParallel:
         region.register_forward_hook(self._after_region(name))
 
     def _all_know(self, region: nn.Module) -> bool:
-        """Return whether no parameter could come after the sum, see a slice, and have its gradient taken for whole."""
+        """Return whether `summed` has all parameters of unsplit modules in the region. One that is missing,
+        and applied to a slice after the reduce-scatter, would have a partial gradient that is not summed."""
         plain = [module for module in region.modules() if not isinstance(module, SplitModule)]
         return self.summed.issuperset(
             p for module in plain for p in module._parameters.values() if p is not None
         )
 
     def _sees_a_slice(self, row: nn.Module) -> None:
-        """Its bias is added to this rank's slice."""
+        """Mark the bias as partial: it is added to this rank's slice."""
         self.partial |= {p for key, p in row._parameters.items() if key == "bias" and p is not None}
 
     # ---- pipeline stages --------------------------------------------------------------------
 
     def pause(self) -> Slicing:
-        """Return the forward leaves this stage between two blocks; the next stage goes on as this says."""
+        """Suspend a forward that leaves this stage between two blocks; return its slicing for the next
+        stage."""
         found = self.state.active, self.state.length
         self._begun = False
         self.recall(self._trained)
         return found
 
     def go_on(self, slicing: Slicing) -> None:
-        """A forward enters this stage between two blocks."""
+        """Resume a forward that enters this stage between two blocks."""
         self.recall(slicing)
         self._begun = True
         if torch.is_grad_enabled():
             self._trained = slicing
 
     def recall(self, slicing: Slicing) -> None:
-        """Blocks of a forward that sliced so are recomputed now."""
+        """Restore the slicing of a forward, whose blocks are recomputed next."""
         self.state.active, self.state.length = slicing
 
     # ---- blocks -----------------------------------------------------------------------------
@@ -184,7 +190,7 @@ class SequenceParallel:
         length = states.shape[1]
         if length % self.axis.degree == 0:
             return True
-        if not torch.is_grad_enabled():  # generation, token by token: nothing is kept that slicing would save
+        if not torch.is_grad_enabled():  # token-by-token generation: no activations are saved
             return False
         raise ConfigError(
             f"a sequence of {length} tokens cannot be sliced over {self.axis.degree} tensor-parallel ranks",
@@ -209,7 +215,7 @@ class SequenceParallel:
         return after
 
     def _sliced(self, x: Tensor, name: str) -> Tensor:
-        """Return whole sequences [batch, sequence, ...] or [batch x sequence, hidden] sliced; a slice as it is."""
+        """Slice whole sequences [batch, sequence, ...] or [batch x sequence, hidden]; return others as is."""
         length = self.state.length
         if x.dim() == 2 and x.shape[0] % length == 0:
             return slice_along(x.view(-1, length, x.shape[1]), self.axis, 1, name).flatten(0, 1)
@@ -221,7 +227,7 @@ def _regions(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for key, child in block.named_children():
         elementwise = any(word in type(child).__name__.lower() for word in _ELEMENTWISE)
         splits = [m for m in child.modules() if isinstance(m, SplitModule)]
-        # BERT has the row-parallel layer, the residual and the norm in one module; DBRX norm, attention and norm
+        # BERT has row-parallel layer, residual and norm in one module; DBRX norm, attention and norm.
         ends = any(isinstance(m, RowParallel) and not m.split.slices for m in splits)
         inner = (elementwise and splits) or (ends and not _splits_features(child))
         if isinstance(child, _LISTS) or (inner and child not in splits):
@@ -237,17 +243,17 @@ def _splits_features(module: nn.Module) -> bool:
 def _mapped(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> ForwardArguments:
-    """Return the arguments with what travels from block to block changed."""
+    """Return the arguments with `change` applied to the activations."""
     key, states = _states_of(args, kwargs)
     changed = change(states)
     if key is not None:
         return args, {**kwargs, key: changed}
-    # some attention takes it three times, as query, key and value
+    # Some attention modules take the activations three times, as query, key and value.
     return tuple(changed if arg is states else arg for arg in args), kwargs
 
 
 def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Tensor]:
-    """Return what travels from block to block, and its keyword; None: it comes first."""
+    """Return the keyword of the activations (None: the first positional argument), and the activations."""
     if args and isinstance(args[0], Tensor):
         return None, args[0]
     for key in _STATES:
@@ -261,7 +267,7 @@ def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | Non
 
 
 def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return an output with its activations changed: the tensor, or the first of a tuple."""
+    """Return an output with `change` applied to its activations: the tensor, or the first item of a tuple."""
     if isinstance(output, Tensor):
         return change(output)
     return type(output)((change(output[0]), *output[1:]))

@@ -2,11 +2,11 @@
 
 Terms of this package:
 
-logical       as one process would have it: the parameter of the model before it was split
-local         what this rank holds: its parts along one dim, end to end
-part          a range of that dim; several where the parameter is packed (gate and up, or q, k and v, in one matrix)
-holders       how many ranks hold a part: 1, all of them (a replicated parameter), or some (few key-value heads)
-partial       gradients on the holders are terms of a sum, for each rank saw a slice of the activations only
+logical       the whole parameter, as in the model before the split
+local         the shard that this rank holds: its parts, concatenated along one dim
+part          a range of that dim; several if the parameter is packed (gate and up, or q, k and v, in one)
+holders       number of ranks that hold a part: 1, all (a replicated parameter), or some (few key-value heads)
+partial       gradients on the holders must be summed, because each rank had only a slice of the activations
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor
 from launcher.comm import Axis, all_reduce
 from launcher.tensor.rectangles import Rectangle, rectangles
 
-# reads a box of a logical parameter: (offsets, sizes) -> tensor of `sizes`
+# Reads a box of a logical parameter: (offsets, sizes) -> tensor of shape `sizes`.
 BoxReader = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
 class DimSlice:
-    """Elements [start, stop) along the split dim.
+    """The range [start, stop) along the split dim.
 
     Args:
-        start, stop: in the logical parameter.
-        holders: how many ranks hold it.
-        group: the ranks that hold this part have the same number, and no others; 0 .. degree / holders - 1.
-        first: this rank is the first of them, which writes it into checkpoints.
+        start, stop: indices in the logical parameter.
+        holders: number of ranks that hold this range.
+        group: index of the group of ranks that hold this range; 0 .. degree / holders - 1.
+        first: whether this rank is the first holder, which writes the range into checkpoints.
     """
 
     start: int
@@ -53,9 +53,9 @@ class Box:
 
     Args:
         offsets, sizes: in the logical parameter.
-        outer: the box of the local parameter that it lies in, whose elements are contiguous in memory.
-        at: where it begins in `outer` along the split dim; the other dims are the same.
-        part: what it is of.
+        outer: the enclosing box of the local parameter, whose elements are contiguous in memory.
+        at: start of this box in `outer` along the split dim; in the other dims both are equal.
+        part: the part that this box belongs to.
     """
 
     offsets: tuple[int, ...]
@@ -67,15 +67,15 @@ class Box:
 
 @dataclass(frozen=True)
 class Split:
-    """A rank's share of one parameter.
+    """A rank's shard of one parameter.
 
     Args:
-        shape: logical.
-        parts: in the order in which they lie in the local parameter.
-        dim: along which they lie.
-        partial: see above; says nothing of parts with one holder.
-        padded_numel: elements of the largest share of any rank. Flat buffers reserve as many, so that the layout is the
-            same on all ranks of the axis.
+        shape: logical shape.
+        parts: the parts, in their order in the local parameter.
+        dim: the dim along which they are concatenated.
+        partial: see the module's terms; irrelevant for parts with one holder.
+        padded_numel: number of elements of the largest shard of any rank. Flat buffers reserve this many, so
+            that their layout is the same on all ranks of the axis.
     """
 
     shape: torch.Size
@@ -86,7 +86,7 @@ class Split:
 
     @classmethod
     def whole(cls, shape: Sequence[int], axis: Axis | None = None, *, partial: bool = False) -> Split:
-        """Return a parameter that every rank of the axis holds whole."""
+        """Return the split of a parameter that every rank of the axis holds whole."""
         degree, rank = (1, 0) if axis is None else (axis.degree, axis.rank)
         part = DimSlice(0, shape[0] if len(shape) else 1, degree, 0, rank == 0)
         return cls(torch.Size(shape), (part,), partial=partial, padded_numel=math.prod(shape))
@@ -101,7 +101,7 @@ class Split:
 
     @property
     def numel(self) -> int:
-        """Return the elements of the local parameter."""
+        """Return the number of elements of the local parameter."""
         return math.prod(self.local_shape)
 
     @property
@@ -109,7 +109,7 @@ class Split:
         return self.local_shape == self.shape
 
     def take(self, logical: Tensor) -> Tensor:
-        """Return the local part of a logical tensor: itself if that is all of it, else a copy."""
+        """Return the local part of a logical tensor: the tensor itself if that is all of it, else a copy."""
         if self.is_whole:
             return logical
         return torch.cat([logical.narrow(self.dim, part.start, part.size) for part in self.parts], self.dim)
@@ -118,7 +118,7 @@ class Split:
         """Copy the local parameter to its place in a logical tensor.
 
         Args:
-            first_only: leave out what another rank is the first holder of.
+            first_only: skip parts of which another rank is the first holder.
         """
         if not self.shape:
             if self.parts[0].first or not first_only:
@@ -150,8 +150,7 @@ class Split:
                 begin += part.size
 
     def view(self, flat: Tensor, start: int, box: Box) -> Tensor:
-        """Return the elements of `box` in `flat`, which holds the local elements from `start` on; shaped like the
-        box."""
+        """Return `box` as a view, in its shape, of `flat`, which holds the local elements from `start` on."""
         outer = flat[box.outer.flat_start - start : box.outer.flat_stop - start].view(box.outer.sizes)
         return outer.narrow(self.dim, box.at, box.sizes[self.dim]) if self.shape else outer
 
@@ -184,10 +183,10 @@ class Split:
 
 
 def whole(local: Tensor, split: Split, axis: Axis) -> Tensor:
-    """Return the logical tensor, on every rank: `local` itself where every rank holds all of it, else a new tensor. A
-    collective.
+    """Return the logical tensor on every rank: `local` itself if every rank holds all of it, else a new
+    tensor. A collective.
 
-    Each element comes from its first holder, and the others add zero to it: the values are exact.
+    Each element comes from its first holder, and all other ranks add zero, so the values are exact.
     """
     if split.is_whole and all(part.holders == axis.degree for part in split.parts):
         return local

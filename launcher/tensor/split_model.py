@@ -1,4 +1,4 @@
-"""A model split over the tp axis, and how it is to be; a model that is not split needs no more of this package."""
+"""`SplitModel` and the options of the split; an unsplit model needs no other module of this package."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ wants_loss_only: ContextVar[bool] = ContextVar("wants_loss_only", default=False)
 
 @dataclass(frozen=True)
 class TensorParallelOptions:
-    """The options of the JSON about the split layers.
+    """The config options for split layers.
 
     Args:
-        overlaps: input gradients are reduced while weight gradients are computed (`tp_overlap_comm`).
+        overlaps: reduce input gradients while weight gradients are computed (`tp_overlap_comm`).
         sequence: norms, residuals and dropout work on slices of the sequence (`sequence_parallel`).
-        split_logits: the loss is computed on logits split over the vocabulary (`vocab_parallel_lm_head`); None: where
-            the model allows it.
-        rules: come before the model's own plan (`partition_config`).
-        whole: parameters that are left as they are: ranks have different ones (experts).
+        split_logits: compute the loss on logits split over the vocabulary (`vocab_parallel_lm_head`); None:
+            if the model supports it.
+        rules: rules that precede the model's own plan (`partition_config`).
+        whole: names of parameters that are not split, because ranks have different ones (experts).
     """
 
     overlaps: bool = True
@@ -46,9 +46,9 @@ class SplitModel:
     """A model after the split.
 
     Args:
-        axis: tp; of experts ep.
-        splits: of parameters, by the name that named_parameters() gives; those that are not named are whole.
-        sequence: what slices sequences; None: nothing does.
+        axis: the tp axis; the ep axis for experts.
+        splits: name in named_parameters() -> split; parameters without an entry are whole.
+        sequence: slices sequences; None: sequences are not sliced.
     """
 
     axis: Axis
@@ -58,7 +58,7 @@ class SplitModel:
 
 @contextmanager
 def loss_only() -> Iterator[None]:
-    """Inside, nobody reads the logits of a forward with labels: they stay split in eval mode, too."""
+    """Keep the logits of forwards with labels split in eval mode, too: they are not read in the context."""
     token = wants_loss_only.set(True)
     try:
         yield
@@ -67,5 +67,5 @@ def loss_only() -> Iterator[None]:
 
 
 def wants_no_logits(model: nn.Module) -> bool:
-    """Return whether a forward with labels under way is for its loss alone: it trains, or runs in `loss_only`."""
+    """Return whether a forward with labels is for its loss only: it trains, or runs in `loss_only`."""
     return (model.training and torch.is_grad_enabled()) or wants_loss_only.get()

@@ -31,18 +31,18 @@ Side = Literal["out", "in", "rows", "columns", "first", "last"]
 
 @dataclass(frozen=True)
 class Style:
-    """One way to split.
+    """One way to split a module or parameter.
 
     Args:
-        mixin: for a module that a pattern names; None: its forward stays as it is.
+        mixin: mixin for a module that a pattern matches; None: its forward is unchanged.
         side: "out" or "in" features of a linear layer; "rows" or "columns" of an embedding; the "first"
-            or "last" dim of anything; None: nothing is split.
-        packed: proportions where the rule does not say.
+            or "last" dim of any parameter; None: nothing is split.
+        packed: proportions of packed matrices, if the rule has none.
         gathers: the output is gathered.
-        slices: the input is whole.
-        takes: each rank goes on with its slice of the output.
-        partial: gradients of the module's parameters, which all ranks hold, are terms of a sum.
-        uneven: the ranks' shares may differ in size.
+        slices: the input is whole, and each rank takes its slice.
+        takes: each rank takes its slice of the output.
+        partial: gradients of the module's parameters, which all ranks hold, are summed over the ranks.
+        uneven: the ranks' shards may differ in size.
     """
 
     mixin: type[SplitModule] | None = None
@@ -91,7 +91,8 @@ def split_dim(style: Style, module: nn.Module | None, tensor: Tensor, *, bias: b
     """Return the dim of `tensor` that a style splits; None: it stays whole.
 
     Args:
-        module: that owns it, where the pattern named the module; None: the pattern named the parameter.
+        module: the owner of `tensor`, if the pattern matched the module; None: the pattern matched the
+            parameter.
     """
     if style.side is None:
         return None
@@ -102,5 +103,5 @@ def split_dim(style: Style, module: nn.Module | None, tensor: Tensor, *, bias: b
         return dims - 1 if style.side == "out" else None
     if style.side in ("rows", "columns"):
         return dims - 2 if style.side == "rows" else dims - 1
-    last = (style.side == "in") != isinstance(module, Conv1D)  # Conv1D keeps [in, out]
+    last = (style.side == "in") != isinstance(module, Conv1D)  # Conv1D stores [in, out]
     return dims - 1 if last else dims - 2

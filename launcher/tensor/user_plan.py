@@ -1,7 +1,8 @@
-"""The JSON's own rules of how parameters are split, for a model: `tensor_parallel.partition_config`.
+"""Rules in the config for splitting parameters: `tensor_parallel.partition_config`.
 
-A rule speaks of a weight as DeepSpeed does: `shape` is a view of it, in which one dim is split. What the layers need is
-told here instead: the dim of the parameter itself, and the sizes of the matrices that are packed along it.
+A rule describes a weight as in DeepSpeed: `shape` is a view of it, of which one dim is split. This module
+converts that to what the layers need: the dim of the parameter itself, and the sizes of the matrices that are
+packed along it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ class UserRule:
     """One pattern of one rule.
 
     Args:
-        pattern: on names of parameters, from their start.
-        kind: "column": outputs are split; "row": inputs are; "skip": nothing is.
-        shape: a view of the parameter; an inner tuple, or a number at `dim`, says what is packed there; None: none is.
-        dim: of `shape`, else of the parameter; None: 0 for "column" and 1 for "row", of a weight [out, in].
+        pattern: matches parameter names from their start.
+        kind: "column": split outputs; "row": split inputs; "skip": do not split.
+        shape: a view of the parameter; an inner tuple, or a number at `dim`, specifies what is packed there;
+            None: nothing is packed.
+        dim: the split dim of `shape`, else of the parameter; None: 0 for "column" and 1 for "row", of a
+            weight [out, in].
         gather_output: every rank gets the whole output.
-        grad_allreduce: gradients of a skipped parameter are summed over the ranks.
-        where: its place in the JSON, for messages; "" for the rule that speaks of what no other one does.
+        grad_allreduce: sum the gradients of a skipped parameter over the ranks.
+        where: location of the rule in the config, for messages; "" for the final rule that matches everything
+            else.
     """
 
     pattern: re.Pattern[str]
@@ -42,9 +46,10 @@ class UserRule:
 
 
 def rules_of(config: PartitionConfig, model_type: str) -> list[UserRule]:
-    """Return the rules for models of this type, in order; for each parameter the first that matches counts.
+    """Return the rules for models of this type, in order; the first rule that matches a parameter applies.
 
-    With `use_default_specs` false the last rule skips everything, so that the model's own plan says nothing.
+    With `use_default_specs` false, a final rule skips all other parameters, so that the model's own plan is
+    unused.
     """
     rules = []
     for place, spec in enumerate(config.layer_specs):
@@ -66,7 +71,7 @@ def rules_of(config: PartitionConfig, model_type: str) -> list[UserRule]:
 
 
 def rule_for(rules: Iterable[UserRule], name: str) -> UserRule | None:
-    """Return the rule of the parameter `name`, None where no rule speaks of it."""
+    """Return the rule of the parameter `name`; None if no rule matches it."""
     return next((rule for rule in rules if rule.pattern.match(name)), None)
 
 
@@ -77,14 +82,14 @@ def check_rules(
     linear: Iterable[str] = (),
     planned: Collection[str] = (),
 ) -> None:
-    """Refuse rules that do not fit a model.
+    """Reject rules that do not fit a model.
 
     Args:
-        config: for `strict_mode`.
-        rules: of `rules_of`.
-        names: of all parameters.
-        linear: names of the weights of linear layers, which `strict_mode` is about.
-        planned: parameters of which the model's own plan speaks.
+        config: specifies `strict_mode`.
+        rules: from `rules_of`.
+        names: names of all parameters.
+        linear: names of the weights of linear layers, which `strict_mode` checks.
+        planned: parameters that the model's own plan matches.
 
     Raises:
         ConfigError: a rule matches no parameter, or in strict mode a linear layer has none.
@@ -119,10 +124,10 @@ def dim_along(rule: UserRule, param_shape: Sequence[int]) -> int:
 
 
 def sizes_along(rule: UserRule, param_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of what is packed along that dim, in order; each of them is split. One number: nothing is
-    packed.
+    """Return the sizes of the matrices packed along the split dim, in order; each is split. A single number:
+    nothing is packed.
 
-    The bias [out] of a weight [out, in] is packed as the weight is, so `shape` may be the weight's.
+    The bias [out] of a weight [out, in] is packed like the weight, so `shape` may be that of the weight.
 
     Raises:
         ConfigError: the rule does not fit a parameter of this shape.
@@ -143,8 +148,8 @@ def _packed(rule: UserRule, param: tuple[int, ...]) -> tuple[int, tuple[int, ...
             raise _misfit(rule, param, "the inputs of its layer are split, which a bias does not have")
     sizes, parts = _resolved(rule, param, view, dim)
     at, first = 0, 0
-    for i, size in enumerate(param):  # the dims of the view that make up this dim of the parameter
-        last, most = first + 1, len(sizes) - (len(param) - 1 - i)  # each dim after it has one, too
+    for i, size in enumerate(param):  # find the dims of the view whose product is this dim of the parameter
+        last, most = first + 1, len(sizes) - (len(param) - 1 - i)  # each later dim needs at least one
         while last < most and (math.prod(sizes[first:last]) != size or sizes[last] == 1):
             last += 1
         if math.prod(sizes[first:last]) != size:
@@ -162,11 +167,11 @@ def _packed(rule: UserRule, param: tuple[int, ...]) -> tuple[int, tuple[int, ...
 def _resolved(
     rule: UserRule, param: tuple[int, ...], view: SubParamShape, dim: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the view without -1, and the sizes packed at `dim` of it."""
+    """Return the view with every -1 resolved, and the sizes packed at its `dim`."""
     split = view[dim]
     sizes = [sum(size) if isinstance(size, tuple) else size for size in view]
     if not isinstance(split, tuple):
-        sizes[dim] = -1  # it says how many are packed, or nothing
+        sizes[dim] = -1  # the number is a count of packed parts, or -1
     unknown = [i for i, size in enumerate(sizes) if size == -1]
     if len(unknown) == 1:
         known = math.prod(size for size in sizes if size != -1)

@@ -1,9 +1,9 @@
-"""The place and time at which linear layers compute the gradients of their weights.
+"""Controls when linear layers compute their weight gradients, and where they accumulate them.
 
-At once, and autograd adds them up: what happens outside of everything here. Later (Qi et al. 2023, arXiv:2401.10241):
-a backward computes the gradients of inputs only, and leaves those of weights to `DeferredWeightGrads`. In place: where
-gradients of microbatches are only added up, the product is added to the sum as it is computed, without being a tensor
-of its own; autograd, and hooks that wait for it, do not see it.
+Default: at once, accumulated by autograd. Deferred (Qi et al. 2023, arXiv:2401.10241): backward computes
+input gradients only, and stores the inputs of weight gradients in `DeferredWeightGrads`. In place: for
+microbatches whose gradients are only accumulated, the matmul adds directly to the accumulated gradient,
+without a temporary tensor. These gradients bypass autograd and its hooks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 
 from launcher.models.gradients import put_gradient
 
-# leaf -> what its gradient is added to: leaf.grad, or where that is to lie; None: it must go through autograd
+# leaf -> buffer to add its gradient to: leaf.grad, or memory for it; None: it must go through autograd
 GradientBuffer = Callable[[Tensor], Tensor | None]
 
 _put_off: DeferredWeightGrads | None = (
-    None  # no ContextVar: autograd runs backwards on GPUs in threads of its own
+    None  # not a ContextVar: autograd runs GPU backwards in its own threads
 )
 _place: GradientBuffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """The gradient of a weight, before it is computed.
+    """A weight gradient that is not computed yet.
 
     Args:
-        leaf: [out, in]; `transposed`: [in, out].
-        rows: gradients of outputs [tokens, out].
+        leaf: the weight [out, in]; `transposed`: [in, out].
+        rows: gradients of the outputs [tokens, out].
         columns: inputs [tokens, in].
     """
 
@@ -42,12 +42,12 @@ class WeightGradient:
     transposed: bool
 
     def computed(self) -> Tensor:
-        """Return the gradient, shaped like the leaf."""
+        """Compute the gradient, shaped like the leaf."""
         left, right = self._factors
         return (left @ right).to(self.leaf.dtype)
 
     def added(self, place: GradientBuffer) -> bool:
-        """Add it to what the leaf has; false: it has to go through autograd."""
+        """Add the gradient to the leaf's buffer; return False if it must go through autograd instead."""
         sum_ = place(self.leaf)
         if sum_ is None or sum_.dtype != self.rows.dtype:
             return False
@@ -67,7 +67,7 @@ class WeightGradient:
 
 
 class DeferredWeightGrads:
-    """Weight gradients of one backward that are still to be computed. Their inputs are held until then."""
+    """Deferred weight gradients of one backward. Their inputs are held until they are computed."""
 
     def __init__(self) -> None:
         self._products: list[WeightGradient] = []
@@ -80,13 +80,13 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def computed(self, place: GradientBuffer | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        """Compute all; what is held is let go.
+        """Compute all gradients, and release their inputs.
 
         Args:
-            place: those that have one are added there.
+            place: gradients for which it returns a buffer are added in place.
 
         Returns:
-            the others: (leaves, their gradients).
+            the other gradients: (leaves, gradients).
         """
         products, self._products = self._products, []
         left = [p for p in products if place is None or not p.added(place)]
@@ -95,7 +95,7 @@ class DeferredWeightGrads:
 
 @contextmanager
 def putting_off() -> Iterator[DeferredWeightGrads]:
-    """Inside, backwards leave weight gradients to what this gives."""
+    """Defer weight gradients of backwards inside the context to the yielded `DeferredWeightGrads`."""
     global _put_off
     before, _put_off = _put_off, DeferredWeightGrads()
     try:
@@ -106,7 +106,7 @@ def putting_off() -> Iterator[DeferredWeightGrads]:
 
 @contextmanager
 def adding_in(place: GradientBuffer | None) -> Iterator[None]:
-    """Inside, backwards add weight gradients in place, where they have one."""
+    """Add weight gradients of backwards inside the context in place, where `place` returns a buffer."""
     global _place
     before, _place = _place, place
     try:
@@ -116,7 +116,7 @@ def adding_in(place: GradientBuffer | None) -> Iterator[None]:
 
 
 def taken(product: WeightGradient) -> bool:
-    """Return whether a gradient is put off, or was added in place; else its layer computes it for autograd."""
+    """Defer a gradient, or add it in place; return False if it has to be returned to autograd instead."""
     if not product.leaf.is_leaf:
         return False
     if _put_off is not None:

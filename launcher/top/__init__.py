@@ -1,1 +1,1 @@
-"""The screen of `launch top`, and the page that a run leaves behind."""
+"""The screen of `launch top`, and the HTML report of a finished run."""

@@ -1,6 +1,6 @@
-"""`report.html`: a run that has ended, in one file without scripts, for a browser that needs no server.
+"""`report.html`: a finished run as one static HTML file without scripts.
 
-Standard library only: the front end writes it, which has no torch and no matplotlib.
+Uses only the standard library: the front end that writes it has no torch and no matplotlib.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ REPORT = "report.html"
 
 
 def write_report(status: Path) -> Path | None:
-    """Write the page of a recipe's run into its directory, where it has one of its own; return the file.
+    """Write the report of a recipe's run into its directory; return the file, or None if the run has no
+    metrics.
 
     Raises:
         ConfigError: the status cannot be read.
-        OSError: the page cannot be written.
+        OSError: the report cannot be written.
     """
     view = read_run(status)
     if not (view.directory / METRICS).is_file():
@@ -62,7 +63,7 @@ def write_report(status: Path) -> Path | None:
 
 
 def run_report(view: RunView) -> str:
-    """Return the page of a run."""
+    """Return the report of a run as HTML."""
     title = f"{view.called or view.directory.resolve().name}: {view.state}"
     records = last_records(view.directory / METRICS, None)
     parts = [
@@ -114,7 +115,7 @@ def _summary(view: RunView) -> str:
 
 
 def _curve(records: Sequence[Mapping[str, Any]], key: str, name: str) -> str:
-    """Return one curve over the steps, as SVG; "" where there are no two numbers."""
+    """Return a metric over the steps as SVG, or "" with fewer than two values."""
     points = [(record["step"], record[key]) for record in records if is_number(record.get(key))]
     points = points[:: max(1, len(points) // MOST_POINTS)]
     if len(points) < 2:
@@ -147,12 +148,12 @@ def _curve(records: Sequence[Mapping[str, Any]], key: str, name: str) -> str:
 
 
 def _pipeline(timeline: Timeline | None) -> str:
-    """Return what the stages did when, in one of the last steps."""
+    """Return the timeline of the pipeline stages in one of the last steps."""
     if timeline is None:
         return ""
     picture = svg(timeline, "one of the last steps", unit="s").replace(
         f' xmlns="{NAMESPACE}"', ""
-    )  # a page needs none
+    )  # redundant inside an HTML page
     return f'<h2>Pipeline</h2><div class="wide">{picture}</div>'
 
 
@@ -200,13 +201,13 @@ def _ranks(view: RunView) -> str:
 
 
 def _memory(path: Path) -> str:
-    """Return a table of what was estimated for the first rank of each pipeline stage, and what it measured."""
+    """Return a table of measured and estimated memory of the first rank of each pipeline stage."""
     try:
         summary = json.loads(read_small(path, "the summary", where=str(path), fix=""))
         measured = {rank["rank"]: rank for rank in summary["ranks"]}
         rows = "".join(_memory_row(measured[each["rank"]], each) for each in summary["estimate"])
     except (LauncherError, ValueError, LookupError, TypeError, AttributeError):
-        return ""  # it is no recipe's run, or has not written one
+        return ""  # not the run of a recipe, or no summary was written
     names = "".join(f'<th class="n">{name}</th>' for name in PARTS.values())
     where = " (resident, with gaps that malloc keeps)" if str(summary.get("device")).startswith("cpu") else ""
     return (
@@ -243,6 +244,6 @@ def _config(path: Path) -> str:
     try:
         text = read_small(path, "the file", where=str(path), fix="", largest=LONGEST_CONFIG)
         shown = json.dumps(json.loads(text), indent=1)
-    except Exception:  # a script has none, or the disk was full: the rest is worth showing
+    except Exception:  # missing or incomplete: still show the rest
         return ""
     return f"<h2>Configuration</h2><details><summary>{_text(path.name)}</summary><pre>{_text(shown)}</pre></details>"

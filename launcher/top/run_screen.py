@@ -1,4 +1,4 @@
-"""A run as text for a terminal: 80 columns are enough."""
+"""Rendering of a run for a terminal of 80 or more columns."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ MARKS = {
     "other": ("·", "dim"),
 }
 COLOURS = {"running": "green", "completed": "green", "silent": "red", "failed": "red"}
-"""Of a state; all others are yellow."""
+"""Colours of states; all other states are yellow."""
 MESSAGES = 4
 ACTIONS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
-"""Forward, backward, and its two halves: gradients of inputs and of weights."""
+"""Forward, full backward, and its two halves: gradients of inputs and of weights."""
 MOST_STAGES = 8
 HEAD = 5
-"""Lines above the table; its own head is one of them."""
+"""Lines above the rows of the table, including its header."""
 ORDERS: dict[str, Callable[[RankView], float]] = {
     "r": lambda rank: rank.rank,
     "t": lambda rank: -(rank.seconds or 0.0) * rank.shares["compute"],
     "w": lambda rank: -rank.shares["wait"],
     "m": lambda rank: -rank.memory,
 }
-"""Key -> what ranks are sorted by."""
+"""Key -> the sort key for ranks."""
 
 
 def render(
@@ -45,10 +45,10 @@ def render(
     """Return the screen.
 
     Args:
-        width, height: of the terminal; without a height all ranks are shown.
+        width, height: size of the terminal; without a height all ranks are shown.
         order: a key of `ORDERS`.
-        chosen: the rank that is marked, and seen.
-        keys: a line that says which there are.
+        chosen: the rank that is highlighted and scrolled into view.
+        keys: a line of help about the keys.
     """
     ranks = in_order(view, order)
     stages = _stages(view.timeline, width) if view.timeline is not None else []
@@ -74,7 +74,7 @@ def render(
 
 
 def in_order(view: RunView, order: str) -> list[RankView]:
-    """Return the ranks as they are listed."""
+    """Return the ranks in display order."""
     return sorted(view.ranks, key=ORDERS[order])
 
 
@@ -93,7 +93,7 @@ def _title(view: RunView, width: int) -> Text:
 
 
 def _progress(view: RunView, width: int) -> Text:
-    """Return the lines of training: step, loss, speed, the curve, the last checkpoint."""
+    """Return the lines about training: step, loss, throughput, last checkpoint, and the loss curve."""
     steps = [rank.step for rank in view.ranks if rank.step is not None]
     parts = [f"step {max(steps)}"] if steps else ["no step yet"]
     losses = [record["loss"] for record in view.records if is_number(record.get("loss"))]
@@ -119,7 +119,7 @@ def _progress(view: RunView, width: int) -> Text:
 
 
 def _stages(timeline: Timeline, width: int) -> list[RenderableType]:
-    """Return what each stage of the pipeline did when, in one step: a line each, letters for actions."""
+    """Return the timeline of one step: a line per pipeline stage, with a letter for each action."""
     shown = timeline.spans[:MOST_STAGES]
     left = len(f"stage {len(shown) - 1} ")
     columns = max(10, width - left)
@@ -141,7 +141,7 @@ def _stages(timeline: Timeline, width: int) -> list[RenderableType]:
 
 def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Table:
     wide, several = width >= 110, any(rank.place for rank in ranks)
-    hosts = wide or len({rank.host for rank in view.ranks}) > 1  # one host needs no column on a narrow screen
+    hosts = wide or len({rank.host for rank in view.ranks}) > 1  # narrow screens omit a single host's name
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for name in (
         "rank",
@@ -171,7 +171,7 @@ def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Tab
     table.add_column("", no_wrap=True, overflow="ellipsis")
     ended = view.state not in (*GOES_ON, "silent")
     for rank in ranks:
-        # Text, and no str: rich reads str as markup.
+        # Text instead of str: rich parses str as markup.
         cells: list[RenderableType] = [str(rank.rank), *([Text(printable(rank.host))] if hosts else [])]
         if wide and several:
             cells.append(Text(printable(rank.place)))
@@ -188,7 +188,7 @@ def _table(view: RunView, ranks: list[RankView], width: int, chosen: int) -> Tab
 
 
 def _memory(rank: RankView, expected: int | None) -> str:
-    """Return what a rank holds; with an estimate its peak, and what part of the estimate that is."""
+    """Return the memory of a rank; with an estimate, its peak and the estimated peak."""
     if not rank.memory or not expected:
         return in_words(rank.memory) if rank.memory else ""
     return f"{gib(rank.peak)} of {gib(expected)} GiB"

@@ -1,7 +1,7 @@
-"""`RunView`: a run as `launch top` sees it, from the files that it writes.
+"""`RunView`: the state of a run for `launch top`, from the files that the run writes.
 
-`logs/status.json` (cluster/run_status.py) says what every rank does, `metrics.jsonl` how training goes. Nothing is
-asked of the run itself, so looking costs it nothing.
+`logs/status.json` (cluster/run_status.py) has the status of every rank, `metrics.jsonl` the training metrics.
+Only files are read, so monitoring does not slow the run down.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from launcher.pipeline.timeline.simulate import Timeline
 
 STATUS = "status.json"
 SILENT_S = 10.0
-"""A run that goes on writes its status once a second."""
+"""Seconds without an update after which a run counts as silent; a live run writes its status every second."""
 TAIL = 1 << 18
-"""Bytes of metrics.jsonl that are read: some hundred steps."""
+"""Bytes read from the end of metrics.jsonl: a few hundred steps."""
 LARGEST_TIMELINE = 1 << 22
-"""Bytes of the record of a step: some ten thousand actions."""
+"""Maximum size of the record of a step in bytes: about ten thousand actions."""
 GOES_ON = ("starting", "running", "restarting")
 """States of a run that has not ended."""
 LATEST = 1e11
 LARGEST = 1e18
-"""What is larger is no time, size or loss of a run."""
+"""Larger values are not valid times, sizes or losses."""
 SHARES = ("compute", "wait", "checkpoint", "other")
 
 
 EstimatedPeaks = Sequence[tuple[int, int]]
-"""(rank, bytes) of some ranks, by rank."""
+"""(rank, bytes) for some ranks, sorted by rank."""
 
 
 @dataclass(frozen=True)
 class RankView:
-    """A rank, and where its time goes.
+    """The status of a rank, with a breakdown of its time.
 
     Attributes:
-        step: the last optimizer step that it has made; None: none yet.
-        seconds: of an optimizer step.
-        shares: of its time, by `SHARES`: its own work in forward, backward and step; waits for other ranks there; saves
-            that held it up; all else, such as reading data.
+        step: the last optimizer step that it completed; None before the first one.
+        seconds: time per optimizer step.
+        shares: fractions of its time, by `SHARES`: compute in forward, backward and step; waits for other
+            ranks in these phases; stalls by checkpoint saves; all else, such as reading data.
     """
 
     rank: int
@@ -63,16 +63,16 @@ class RankView:
     doing: str
     since_s: float
     slow: dict[str, Any] | None
-    """phase, ratio and steps of `stragglers.Straggler`."""
+    """`phase`, `ratio` and `steps` of `stragglers.Straggler`; None if the rank is not slow."""
 
 
 @dataclass(frozen=True)
 class RunView:
-    """All that is known of a run.
+    """The status of a run.
 
     Attributes:
-        state: starting, running, restarting, completed, failed, interrupted, or silent: nothing is written any more.
-        records: the last steps of metrics.jsonl; [] where the run is no recipe's.
+        state: starting, running, restarting, completed, failed, interrupted, or silent (the status is stale).
+        records: the last steps of metrics.jsonl; [] if the run is not a recipe.
         saved: (step, seconds since the epoch) of the last complete checkpoint.
     """
 
@@ -87,10 +87,10 @@ class RunView:
     records: list[dict[str, Any]] = field(default_factory=list)
     saved: tuple[int, float] | None = None
     timeline: Timeline | None = None
-    """The times of the pipeline's stages in one of the last steps."""
+    """The timeline of the pipeline stages in one of the last steps."""
     estimate: EstimatedPeaks | None = None
     called: str = ""
-    """The run, for people; "": by its directory."""
+    """The display name of the run; "" shows its directory."""
     samples: float = 0.0
     """Sequences per second, over all ranks."""
 
@@ -114,10 +114,10 @@ class RunView:
 
 
 def read_estimate(path: Path) -> EstimatedPeaks:
-    """Return what `launch memory-estimate --json` has printed: (rank, bytes at its peak), by rank.
+    """Read the output of `launch memory-estimate --json`: (rank, peak bytes), sorted by rank.
 
     Raises:
-        ConfigError: the file is not such an estimate.
+        ConfigError: the file is not an estimate.
     """
     fix = "write one: launch memory-estimate --json ... > FILE"
     text = read_small(path, "the estimate", where="--estimate", fix=fix)
@@ -136,16 +136,16 @@ def read_estimate(path: Path) -> EstimatedPeaks:
 
 
 def estimated(view: RunView, rank: int) -> int | None:
-    """Return the bytes that a rank was to need; of ranks of one pipeline stage the first one has been estimated."""
+    """Return the estimated peak bytes of a rank, taken from the first rank of its pipeline stage."""
     known = [peak for first, peak in view.estimate or () if first <= rank]
     return known[-1] if known else None
 
 
 def find_status(given: str | None) -> Path:
-    """Return the status file of a run's directory, or of the newest run here.
+    """Return the status file of a run's directory, or of the newest run below the working directory.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no status file.
     """
     if given is not None:
         found = [
@@ -175,15 +175,15 @@ def find_status(given: str | None) -> Path:
 
 
 def read_run(status: Path, before: RunView | None = None, counters: dict[int, Any] | None = None) -> RunView:
-    """Return what the files say now.
+    """Return the current status of a run from its files.
 
     Args:
         status: from `find_status`.
-        before: what was read before; the same is returned where nothing was written since.
-        counters: of each rank when they were read before; times are those since, and it is brought up to date.
+        before: the previous view; returned again if nothing was written since.
+        counters: each rank's counters at the previous read; times are measured since then. Updated in place.
 
     Raises:
-        ConfigError: the file is not the status of a run.
+        ConfigError: the file is not a run's status file.
     """
     try:
         content = json.loads(status.read_text(encoding="utf-8"), parse_constant=_refuse)
@@ -215,10 +215,10 @@ def _refuse(constant: str) -> float:
 
 
 def _number(value: Any) -> float:
-    """Return a number that can be drawn.
+    """Return the value as a float.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a number, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
         raise ValueError(f"{str(value)[:40]!r} is not a number that a run writes")
@@ -226,7 +226,7 @@ def _number(value: Any) -> float:
 
 
 def _moment(value: Any) -> float:
-    """Return seconds since the epoch that a calendar has."""
+    """Return a valid time in seconds since the epoch."""
     if not 0 <= (moment := _number(value)) < LATEST:
         raise ValueError(f"{moment} is no time")
     return moment
@@ -266,7 +266,7 @@ def _view(status: Path, content: Mapping[str, Any], before: dict[int, Any]) -> R
 
 
 def _timeline(path: Path, started_at: float) -> Timeline | None:
-    """Return that of this run; None where it has no stages, or what lies there is of another run."""
+    """Return the timeline of this run, or None if it has no stages or the file is from another run."""
     try:
         if path.stat().st_size > LARGEST_TIMELINE or path.stat().st_mtime < started_at:
             return None
@@ -278,7 +278,7 @@ def _timeline(path: Path, started_at: float) -> Timeline | None:
 def _since(
     counters: Mapping[str, float] | None, before: Mapping[str, float] | None
 ) -> dict[str, float] | None:
-    """Return what was counted since another reading; since the start, where that is of no step or of another start."""
+    """Return the counts since `before`, or since the start if `before` is None or has no fewer steps."""
     if counters is None:
         return None
     if before is None or counters["counted"] <= before["counted"]:
@@ -322,10 +322,10 @@ def _slow(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_records(metrics: Path, tail: int | None = TAIL) -> list[dict[str, Any]]:
-    """Return the last steps of a metrics.jsonl; [] where there is none. Torn lines are left out.
+    """Return the last steps of a metrics.jsonl, or [] if there is none. Incomplete lines are skipped.
 
     Args:
-        tail: bytes that are read; None: all.
+        tail: number of bytes to read from the end; None reads the whole file.
     """
     try:
         with metrics.open("rb") as file:
@@ -349,7 +349,7 @@ def _is_drawable(value: Any) -> bool:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve of so many characters at most; each is the mean of a part of the values."""
+    """Return a curve of at most `width` characters, each for the mean of a slice of the values."""
     if not values or width < 1:
         return ""
     width = min(width, len(values))

@@ -1,4 +1,4 @@
-"""ZeRO stages 0-3: one flat-buffer mechanism, one code path."""
+"""ZeRO stages 0-3 on flat buffers, with one code path for all stages."""
 
 from __future__ import annotations
 

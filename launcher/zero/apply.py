@@ -1,4 +1,4 @@
-"""`zero.apply`: from a model to a model whose parameters live in flat buffers, sharded as the policy says."""
+"""`zero.apply`: moves the parameters of a model into flat buffers and shards them according to the policy."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ def apply(
     """Move the parameters of `module` into flat buffers.
 
     Args:
-        module: any nn.Module; parameters may be on meta when `source` makes them. They are local.
-        blocks: modules that are units (name, module), but for leaves; the rest of the model is the root unit.
-        layout: how the flat buffers are sharded, and where they live.
-        parts: how `module` differs from the whole model; default: it is the whole one.
-        source: the first values; default: what the module holds, rank 0's for all.
+        module: any nn.Module with local parameters; they may be on meta if `source` creates their values.
+        blocks: the modules that become units, as (name, module), unless leaf modules replace them; all other
+            parameters form the root unit.
+        layout: how the flat buffers are sharded and where they are stored.
+        parts: how `module` differs from the whole model; default: it is the whole model.
+        source: the initial values; default: the current values of the module, with those of rank 0 broadcast
+            to all.
     """
     source, parts = source or ModelValues(), parts or LocalModel()
     units = []
@@ -44,7 +46,7 @@ def apply(
                 fill(flat, read, from_rank_zero=isinstance(source, ModelValues))
         units.append(unit)
         if layout.placements.one_memory:
-            trim_malloc()  # what the values took before
+            trim_malloc()  # return the memory of the original values to the system
     if isinstance(source, MadeOnMeta):
         source.make_buffers(layout.device)
     _move_buffers(module, layout.device)
@@ -68,10 +70,10 @@ def lay_out(
     buffer: type[FlatBuffer] = FlatBuffer,
     gradient: type[FlatGradient] = FlatGradient,
 ) -> Iterator[Unit]:
-    """Yield the units of a model with their flat buffers, one after the other; the root unit comes last.
+    """Yield the units of a model with their flat buffers; the root unit comes last.
 
     Args:
-        buffer, gradient: what they are made of.
+        buffer, gradient: the classes to instantiate.
     """
     modules = with_leaves(module, blocks) if layout.policy.shard_params else blocks
     planning = assign_units(module, modules, layout, parts)
@@ -89,11 +91,11 @@ def lay_out(
 
 
 def fill(flat: FlatBuffer, read: ParamReader, *, from_rank_zero: bool) -> None:
-    """Take the parameters' values, in whatever dtype `read` has them, and show the parameters to the module.
+    """Copy the values into a flat buffer, cast to its dtype, and install the parameters in the module.
 
     Args:
-        read: gives the values; only what this rank keeps is asked for.
-        from_rank_zero: broadcast rank 0's values, for models that each rank built on its own.
+        read: reads the values; called only for the elements that this rank keeps.
+        from_rank_zero: broadcast the values of rank 0, for models that each rank built on its own.
     """
     if from_rank_zero and flat.axes.dp.degree > 1:
         read = _broadcast_first(flat, read)

@@ -1,6 +1,6 @@
-"""Along which axis each kind of state is sharded: all of dp, or groups of neighbours inside it.
+"""The axes along which each kind of state is sharded: all of dp, or groups of neighbouring ranks inside it.
 
-Along such groups shards are cut (MiCS), or kept a second time (hpZ).
+Shards are partitioned within such a group (MiCS), or kept a second time within it (hpZ).
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ class ShardAxes:
     """The axes of ZeRO inside data parallelism.
 
     Args:
-        dp: all ranks that train the same parameters: dp, and with it cp, whose ranks share sequences.
-        shard: along it parameters, gradients and optimizer state are sharded, where the stage says so. It is dp, or
-            with MiCS a group of neighbours.
-        replicate: the ranks with the same shard; gradients are summed along it, too. Degree 1, but for MiCS.
-        secondary: along it gathered parameters are kept in a second shard, from the first gather after a step on
-            (hpZ); later gathers stay on this axis. None: there is none.
-        batches: how many ranks have batches of their own: gradients are divided by it. 0: those of dp.
+        dp: all ranks that train the same parameters: dp combined with cp, whose ranks share sequences.
+        shard: the axis along which parameters, gradients and optimizer state are sharded, depending on the
+            stage. It is dp or, with MiCS, a group of neighbouring ranks.
+        replicate: the ranks that hold the same shard; gradients are also summed along it. Its degree is 1
+            without MiCS.
+        secondary: the axis of the second shard of gathered parameters (hpZ), which is kept from the first
+            gather after a step on and serves the later gathers. None: no second shard.
+        batches: the number of ranks with their own batches, by which gradients are divided. 0: all ranks of
+            dp.
     """
 
     dp: Axis
@@ -34,11 +36,11 @@ class ShardAxes:
 
     @property
     def divisor(self) -> int:
-        """Return what a sum of gradients over `dp` is divided by to be the mean over batches."""
+        """Return the divisor that turns a sum of gradients over `dp` into the mean over batches."""
         return self.batches or self.dp.degree
 
     def of_experts(self, edp: Axis) -> ShardAxes:
-        """Return the axes of what the ranks of `edp` alone train: experts. The tokens of all batches reach them."""
+        """Return the axes of experts, which only the ranks of `edp` train, on tokens from all batches."""
         return ShardAxes(edp, edp, batches=self.divisor)
 
 
@@ -48,7 +50,7 @@ KEY = "zero_optimization"
 def shard_axes(
     mesh: Mesh, *, mics_shard_size: int = -1, mics_hierarchical: bool = False, hpz_size: int = 1
 ) -> ShardAxes:
-    """Return the axes that the JSON's sizes ask for. Every rank must call it.
+    """Return the axes for the configured sizes. Every rank must call it.
 
     Args:
         mics_shard_size: `mics_shard_size`; -1: shards over all of dp.
@@ -79,7 +81,7 @@ def _check(size: int, degree: int, where: str) -> None:
 
 
 def _with_levels(mesh: Mesh, shard: Axis) -> Axis:
-    """Gather in two hops, where the shard group spans several nodes; inside a node there is one hop."""
+    """Return the axis with two-hop gathers if the shard group spans several nodes, else unchanged."""
     inner = mesh.axes["tp"].degree
     node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)) // inner)
     if shard.degree <= node:

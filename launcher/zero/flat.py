@@ -1,35 +1,37 @@
-"""Flat buffers: how parameters are laid out, sharded and shown to the module.
+"""Flat buffers: how parameters are laid out, sharded and installed in the module.
 
 [Note: the words of ZeRO]
 
-unit          a transformer block, the embedding, the head, or the rest of the model (the root unit): what is gathered
-              and reduced together
-flat buffer   the parameters of one unit with one dtype and one `requires_grad`, laid end to end, padded so that the
-              degree of the shard axis divides it
-slot          the place of one parameter in a flat buffer: its elements on this tp rank, padded with zeros to the
-              size on the tp rank that has most
+unit          a transformer block, the embedding, the head, or the rest of the model (the root unit): the
+              parameters that are gathered and reduced together
+flat buffer   the parameters of one unit with the same dtype and `requires_grad`, concatenated and padded to a
+              multiple of the degree of the shard axis
+slot          the position of one parameter in a flat buffer: its elements on this tp rank, zero-padded to the
+              largest size on any tp rank
 shard         slice r of a flat buffer, held by rank r of the axis
-full          the whole flat buffer: always there when parameters are not sharded, else only while unsharded
+full          the whole flat buffer: permanent if parameters are not sharded, else only while unsharded
 leaf          the nn.Parameter that autograd sees; its data is a view of `full`
-handle        the ShardedParameter that stands in the module while the buffer is sharded
+handle        the ShardedParameter that replaces the leaf in the module while the buffer is sharded
 master        the weights that the optimizer steps: the shard itself in fp32, an fp32 copy in 16-bit training (the
-              shard itself where `fp32_master` is false)
+              shard itself if `fp32_master` is false)
 owned         the range of the flat buffer whose optimizer state this rank holds: its slice, or all of it (stage 0)
-offloaded     shard, master or gradient that is in memory only while somebody works with it (`offload/offloaded.py`):
-              reading it loads it, and `rest` lets it go
+offloaded     a shard, master or gradient that is in memory only while it is in use (`offload/offloaded.py`):
+              reading it loads it, and `rest` releases it
 
 [Note: buffers and streams]
 
-On a GPU the module computes on the current stream, and collectives run on streams of their own. A collective starts
-after what the current stream has queued when it is called, and `Pending.wait` makes the current stream wait for it; the
-CPU does not wait. So everything that uses a buffer of the pool is ordered by the current stream: reshard may
-return the buffer while kernels that read it are still queued, and the gather that takes it next starts behind them. No
-events are needed, and nothing may use a buffer before `wait_for_unshard` or after `reshard`.
+On a GPU the module computes on the current stream, and collectives run on their own streams. A collective
+starts after the work that is already queued on the current stream, and `Pending.wait` makes the current
+stream wait for it; the CPU does not block. The current stream therefore orders every use of a pool buffer:
+`reshard` may return a buffer while kernels that read it are still queued, and the next gather into that
+buffer starts after them. No events are needed, but nothing may use a buffer before `wait_for_unshard` or
+after `reshard`.
 
-What comes from the host or goes there has a stream for each way, beside the current one. A shard in host memory is
-copied and gathered there, and `Pending.wait` waits for it, too. A gradient goes back to the pool while it goes to the
-host, and whoever takes its buffer next waits (`BufferCache.take`). Host memory that a tier hands out again is not
-ordered by streams: where the shard rests on a tier, the CPU waits for its copy before the memory goes back (`_gather`).
+Copies from and to the host have one stream per direction, separate from the current one. A shard in host
+memory is copied and gathered on the copy stream, and `Pending.wait` also waits for that stream. A gradient
+buffer is returned to the pool while it is still being copied to the host; the next user of the buffer waits
+for the copy (`BufferCache.take`). Streams do not order the reuse of host memory that a tier hands out again:
+if the shard is on a tier, the CPU waits for the copy before the memory is returned (`_gather`).
 """
 
 from __future__ import annotations
@@ -50,24 +52,24 @@ from launcher.zero.sharded_parameter import ShardedParameter
 from launcher.zero.sharded_state import GatherFeature, PackedShard, ShardedState, UnshardInFlight
 from launcher.zero.slot import ParamReader, ParamSlice, ParamSlot
 
-EXACT = "gather"  # the phase of a gather for people, checkpoints and edits: nothing is quantised
+EXACT = "gather"  # the phase of gathers for users, checkpoints and edits, which need exact values
 SlotView = tuple[ParamSlot, Tensor]  # a parameter, and the part of it that a rank owns
 ALIGN = 16  # elements: every slot and every shard starts on a cache line in fp32
 
 
 class FlatBuffer:
-    """Parameters with one dtype and one `requires_grad`, as one flat buffer on the shard axis.
+    """The parameters with one dtype and one `requires_grad`, as one flat buffer on the shard axis.
 
     Args:
-        name: for messages and profiler ranges.
-        spec: what lies in it.
+        name: used in messages and profiler ranges.
+        spec: the parameters it holds.
         layout: how the buffers of the model are sharded.
-        placement: where it rests; default: in the memory of the device.
+        placement: where the buffer is stored; default: device memory.
 
     Attributes:
-        state: what there is of the parameters now.
-        full: [numel], all parameters, while they are there.
-        gather_features: asked in their order before the plain all-gather.
+        state: the sharding state of the parameters.
+        full: all parameters [numel], while they are unsharded.
+        gather_features: tried in order before the plain all-gather.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class FlatBuffer:
         self.params_placement, self.optim_placement = placement.params, placement.optim
         self.axis, self.shards_optim = self.axes.shard, self.policy.shard_optim
         self.trainable = self.slots[0].leaf.requires_grad
-        # With one rank the slice is the whole: there is nothing to gather and nothing to free, if it rests there.
+        # With one rank the shard is the whole buffer: nothing to gather or free, unless it is off the device.
         self.sharded = spec.sharded and (self.axis.degree > 1 or self.params_placement != on_device)
         self.state = ShardedState.SHARDED if self.sharded else ShardedState.REPLICATED
         self.numel = self._lay_out()
@@ -124,35 +126,35 @@ class FlatBuffer:
         self.keep(shard, master)
 
     def keep(self, shard: OffloadedTensor, master: OffloadedTensor) -> None:
-        """Keep these as its shard and its master weights from now on."""
+        """Replace the shard and the master weights."""
         self._shard, self._master = shard, master
         self.master_dtype = master.dtype
         self._shard_is_offloaded = shard.is_offloaded
         self.is_offloaded = shard.is_offloaded or master.is_offloaded
-        """True where its shard or its master weights are kept off the device."""
+        """True if the shard or the master weights are kept off the device."""
         self._stays = None if self.is_offloaded else (shard.load(), master.load())
 
     # ---- shard and master weights -----------------------------------------------------------
 
     @property
     def shard(self) -> Tensor:
-        """Return this rank's shard [numel / degree], in memory."""
+        """Return this rank's shard [numel / degree], loading it if it is offloaded."""
         return self._shard.load() if self._stays is None else self._stays[0]
 
     @property
     def master(self) -> Tensor:
-        """Return the master weights over the owned range, in memory."""
+        """Return the master weights [owned range], loading them if they are offloaded."""
         return self._master.load() if self._stays is None else self._stays[1]
 
     def fetch(self, *, master: bool = False) -> None:
-        """Start bringing the shard in, or the master weights."""
+        """Start loading the shard, or the master weights."""
         (self._master if master else self._shard).fetch()
 
     def rest(self, *, changed: bool = False) -> None:
-        """Let go of what is offloaded.
+        """Release the memory of an offloaded shard and offloaded master weights.
 
         Args:
-            changed: write it first.
+            changed: write them back first.
         """
         if self._stays is not None:
             return
@@ -166,31 +168,31 @@ class FlatBuffer:
         return self.full[self.owned]
 
     def values(self) -> OffloadedTensor:
-        """Return the master weights, to be read; quantised shards are dequantised until `publish`."""
+        """Return the master weights for reading; quantised shards are dequantised until `publish`."""
         return self._master if self.packed is None else self.packed.unpack()
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of parameters that this rank holds between steps, master weights apart."""
+        """Return the bytes of parameters that this rank holds between steps, without master weights."""
         if not self.sharded:
             return 0 if self.full is None else self.full.nbytes
         return self._shard.held_bytes + sum(feature.held_bytes for feature in self.gather_features)
 
     @property
     def master_bytes(self) -> int:
-        """Return the bytes of master weights that are no parameters."""
+        """Return the bytes of master weights that are not also the parameters."""
         return self._master.held_bytes if self.own_master else 0
 
     # ---- parameters -------------------------------------------------------------------------
 
     def new_params(self) -> tuple[slice, Tensor]:
-        """Return the range of the flat buffer that this rank keeps, and zeros to be filled with parameters."""
+        """Return the range of the flat buffer that this rank keeps, and a zeroed tensor to copy it into."""
         if self.full is not None:
             return slice(0, self.numel), self.full
         return self.shard_span, self._shard.allocate().zero_()
 
     def new_master(self) -> Tensor:
-        """Return zeros over the owned range, to be filled with master weights."""
+        """Return a zeroed tensor for the master weights [owned range]."""
         return self._master.allocate().zero_()
 
     def copy_in(self, read: ParamReader, span: slice, out: Tensor) -> None:
@@ -200,33 +202,33 @@ class FlatBuffer:
             out[at : at + stop - start].copy_(read(slot.name, start, stop))
 
     def make_leaf(self, slot: ParamSlot) -> None:
-        """Give a slot the parameter that autograd sees, and the handle that stands for it while sharded."""
+        """Create a slot's leaf, and its handle if the buffer is sharded."""
         old = slot.leaf
-        if old.is_meta:  # elsewhere the user's own stays the leaf: other references to it stay good
+        if old.is_meta:  # otherwise keep the user's parameter as the leaf: other references to it stay valid
             slot.leaf = nn.Parameter(self.empty, requires_grad=old.requires_grad)
             slot.leaf.__dict__.update(old.__dict__)
         if self.sharded:
             slot.handle = ShardedParameter(slot)
 
     def overlaps(self, span: slice) -> Iterator[tuple[ParamSlot, int, int]]:
-        """Yield the slots that meet `span` of the flat buffer, with the elements of each that lie in it."""
+        """Yield the slots that intersect `span` of the flat buffer, and the elements of each inside it."""
         for slot in self.slots:
             start, stop = max(slot.offset, span.start), min(slot.offset + slot.numel, span.stop)
             if start < stop:
                 yield slot, start - slot.offset, stop - slot.offset
 
     def owned_views(self, of: Tensor) -> Iterator[SlotView]:
-        """Yield the part of each parameter in a buffer over the owned range."""
+        """Yield each parameter's part of a buffer over the owned range."""
         first = self.owned.start
         for slot, start, stop in self.overlaps(self.owned):
             yield slot, of[slot.offset + start - first : slot.offset + stop - first]
 
     def slices(self, of: Tensor | None = None, span: slice | None = None) -> list[ParamSlice]:
-        """Return what this rank owns of each parameter.
+        """Return the slices of the parameters that this rank owns.
 
         Args:
-            of: a buffer over the owned range; default: the master weights, which are not brought in for this.
-            span: only what lies in this range of the flat buffer; default: all that is owned.
+            of: a buffer over the owned range; default: the master weights, which are not loaded by this call.
+            span: restrict the slices to this range of the flat buffer; default: the owned range.
         """
         whole = self.values() if of is None else self.placements.staying(of)
         first = self.owned.start
@@ -245,11 +247,11 @@ class FlatBuffer:
 
     @property
     def is_unsharded(self) -> bool:
-        """Return whether all parameters can be used."""
+        """Return whether all parameters are available."""
         return self.full is not None
 
     def unshard(self, phase: str) -> None:
-        """Begin the all-gather into a buffer of the pool; nothing happens unless SHARDED."""
+        """Start the all-gather into a pool buffer; does nothing unless the state is SHARDED."""
         if self.state is not ShardedState.SHARDED:
             return
         buffer, tag = self.pool.take(self.numel, self.dtype), f"{self.name}/{phase}"
@@ -275,7 +277,7 @@ class FlatBuffer:
         return pending if lane is None else Pending([pending, lane.ticket()])
 
     def wait_for_unshard(self) -> None:
-        """Finish the all-gather and show the parameters to the module."""
+        """Wait for the all-gather and install the parameters in the module."""
         if self._in_flight is None:
             return
         (self.full, pending), self._in_flight = self._in_flight, None
@@ -287,7 +289,7 @@ class FlatBuffer:
         self.attach()
 
     def reshard(self) -> None:
-        """Give the gathered parameters up: the module shows handles again."""
+        """Free the gathered parameters and install the handles in the module again."""
         self.wait_for_unshard()
         if self.state is not ShardedState.UNSHARDED or self.full is None:
             return
@@ -298,29 +300,30 @@ class FlatBuffer:
         self.pool.give(full)
 
     def attach(self) -> None:
-        """Show the module the parameters that are in `full`."""
+        """Install the parameters in `full` in the module."""
         assert self.full is not None
         for slot in self.slots:
             if self.sharded and self.trainable and slot.leaf.requires_grad != slot.handle.requires_grad:
-                slot.leaf.requires_grad_(slot.handle.requires_grad)  # the script has it in hand, and froze it
+                # user code holds the handle, and froze or unfroze it
+                slot.leaf.requires_grad_(slot.handle.requires_grad)
             put_data(slot.leaf, self.full[slot.span].view(slot.shape))
             for module, attribute in slot.owners:
                 module._parameters[attribute] = slot.leaf
 
     def detach(self) -> None:
-        """Show the module handles."""
+        """Install the handles in the module."""
         for slot in self.slots:
             put_data(slot.leaf, self.empty)
             for module, attribute in slot.owners:
                 module._parameters[attribute] = slot.handle  # type: ignore[assignment]
 
     def show_shape(self, slot: ParamSlot) -> None:
-        """Give a leaf that is sharded its shape, without memory."""
+        """Give a sharded leaf its full shape, without memory."""
         if not self.is_unsharded:
             put_data(slot.leaf, self.empty.new_zeros(()).expand(slot.shape))
 
     def hide_shape(self, slot: ParamSlot) -> None:
-        """End `show_shape`."""
+        """Undo `show_shape`."""
         if not self.is_unsharded:
             put_data(slot.leaf, self.empty)
 
@@ -328,16 +331,18 @@ class FlatBuffer:
 
     @property
     def params_beside_master(self) -> Tensor | None:
-        """Return the parameters [owned range], where they are always there, in other memory than the master weights."""
+        """Return the parameters [owned range], or None unless they are separate from the master weights and
+        always in memory."""
         if not self.own_master or self._shard_is_offloaded:
             return None
         return self.shard if self.sharded else self._owned_params
 
     def publish(self, *, written: bool = False) -> list[Pending]:
-        """Bring the stepped master weights into the parameters of every rank; started, to be waited for.
+        """Start copying the updated master weights into the parameters of every rank; return the pending
+        collectives.
 
         Args:
-            written: the optimizer has written `params_beside_master`.
+            written: the optimizer has already written `params_beside_master`.
         """
         for feature in self.gather_features:
             feature.on_change()
@@ -361,7 +366,7 @@ class FlatBuffer:
 
 
 def tiles(parts: list[SlotView], size: int) -> Iterator[list[SlotView]]:
-    """Group slices of parameters into lists of at most `size` elements; a larger slice stands alone."""
+    """Group slices of parameters into lists of at most `size` elements; larger slices stay alone."""
     tile: list[SlotView] = []
     elements = 0
     for slot, part in parts:

@@ -1,4 +1,4 @@
-"""The state of a gradient between microbatches, and what features may do to it."""
+"""The state of a gradient between microbatches, and the protocols of features that process it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from launcher.comm import Pending
 
 
 class GradientState(Enum):
-    """The state of the gradient of the present step; it begins with EMPTY at every step.
+    """The state of a step's gradient. Every step begins with EMPTY.
 
-    A gradient that is sharded knows two of them:
+    A sharded gradient has two states:
 
-    EMPTY: nothing has come.
-    SCATTERED: this rank's slice of the sum over ranks of the microbatches so far.
+    EMPTY: no gradient has arrived.
+    SCATTERED: this rank's slice of the sum over ranks, accumulated over the microbatches so far.
 
-    One that is kept whole until the last microbatch knows the others:
+    A gradient that is kept unsharded until the last microbatch is EMPTY or has one of these:
 
-    LOCAL: what this rank alone has added up.
-    REDUCED: on the owned range the sum over ranks; the rest is of no use.
-    REOPENED: another backward has come, or will: this rank's share of an earlier sum, and what is added to that.
-    SPENT: nothing of what was REDUCED: it was thrown away, or has been stepped. The other ranks will not reduce it
-        again, so neither does this one.
+    LOCAL: the local sum of this rank.
+    REDUCED: the sum over ranks in the owned range; the other elements are stale.
+    REOPENED: another backward runs after the reduction: this rank's share of the earlier sum, plus the
+        gradients added since.
+    SPENT: nothing is left of a REDUCED gradient, which was discarded or stepped. The other ranks will not
+        reduce it again, so neither does this one.
     """
 
     EMPTY = "empty"
@@ -42,20 +43,20 @@ SUM_OVER_RANKS = frozenset({GradientState.REDUCED, GradientState.SPENT})
 
 
 class GradientInspector(Protocol):
-    """A feature that looks at this rank's gradients before they are reduced."""
+    """A feature that inspects this rank's gradients before they are reduced."""
 
     def look(self, full: Tensor) -> None:
-        """A collected gradient [numel] is about to be reduced."""
+        """Called before a collected gradient [numel] is reduced."""
 
     def clear(self) -> None:
-        """The step is over."""
+        """Called at the end of a step."""
 
 
 class SecondHop(Protocol):
-    """A feature that reduces a gradient further, once a step."""
+    """A feature that reduces a gradient further, once per step."""
 
     def start(self) -> Pending:
-        """Start it, after the reduction of the last microbatch."""
+        """Start the second reduction, after the reduction of the last microbatch."""
 
     def clear(self) -> None:
-        """The step is over."""
+        """Called at the end of a step."""

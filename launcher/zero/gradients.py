@@ -1,4 +1,4 @@
-"""Gradients of one flat buffer: from the leaves into a flat buffer, over the wire, to what this rank owns."""
+"""Gradients of one flat buffer: collected from the leaves, reduced, and kept in the owned range."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ class FlatGradient:
     """The gradient of a trainable flat buffer.
 
     With `shard_grads` the full gradient exists only from the end of a unit's backward to the end of its
-    reduce-scatter, and the sum is kept in `owned`. Without it the full gradient persists, leaves' `.grad` are views
-    of it (so later microbatches accumulate in place), and it is reduced once, at the accumulation boundary.
+    reduce-scatter, and the sum is kept in `owned`. Without it the full gradient persists, the leaves' `.grad`
+    are views of it (so later microbatches accumulate in place), and it is reduced once, at the accumulation
+    boundary.
 
-    A sharded gradient is kept where the optimizer's states are (`offload/placement.py`). On a tier it is in
-    memory only until `rest`, and comes back for the next microbatch and for the step.
+    A sharded gradient is stored with the optimizer state (`offload/placement.py`). On a tier it is in memory
+    only until `rest`, and is loaded again for the next microbatch and for the step.
 
     Attributes:
-        state: what is kept of this step.
+        state: what is kept of this step's gradient.
         sharded: see above.
-        shows: what is kept is the `.grad` of the leaves, between backwards too.
+        shows: the kept gradient is the leaves' `.grad`, also between backwards.
         is_offloaded: it is not always in memory.
-        discarded: some of what was reduced was thrown away, on this rank.
-        shown: parameters whose leaf's `.grad` is a view of what is kept.
-        scatter: how it is reduced, where that is not an all-reduce.
-        inspector, second_hop: features of this gradient; None: off.
+        discarded: reduced gradients were discarded on this rank.
+        shown: parameters whose leaf's `.grad` is a view of the kept gradient.
+        scatter: the reduction, if it is not an all-reduce.
+        inspector, second_hop: features of this gradient; None if off.
     """
 
     def __init__(self, flat: FlatBuffer) -> None:
@@ -65,10 +66,10 @@ class FlatGradient:
         self.second_hop: SecondHop | None = None
         self._full: Tensor | None = None
         self._shard: OffloadedTensor | None = None
-        self._landing: Tensor | None = None  # of a reduction on the device, where the shard is in host memory
-        self._squares: Tensor | None = None  # of the shard that is offloaded now
-        self._touched = False  # the shard was asked for since it was offloaded
-        self._arrival: torch.cuda.Event | None = None  # of what is on its way from the device into the shard
+        self._landing: Tensor | None = None  # reduction result on the device, if the shard is on the host
+        self._squares: Tensor | None = None  # of the offloaded shard
+        self._touched = False  # the shard was accessed since it was offloaded
+        self._arrival: torch.cuda.Event | None = None  # end of the copy from the device into the shard
         self.shown: set[ParamSlot] = set()
 
     @property
@@ -85,22 +86,22 @@ class FlatGradient:
 
     @property
     def share(self) -> Tensor:
-        """Return this rank's slice of the reduced gradient [numel / degree]; all ranks' slices are the whole of it."""
+        """Return this rank's slice of the reduced gradient [numel / degree]; all slices form the whole."""
         return self.owned if self.flat.shards_optim else self.full_buffer()[self.flat.shard_span]
 
     @property
     def kept(self) -> bool:
-        """Return whether there is something of an earlier microbatch of this step."""
+        """Return whether gradients of earlier microbatches of this step are kept."""
         return self.state in HOLDS_VALUES
 
     @property
     def reduced(self) -> bool:
-        """Return whether what is kept whole is the sum over ranks (on each, of what it owns)."""
+        """Return whether the unsharded gradient is the sum over ranks (in this rank's owned range)."""
         return self.state in SUM_OVER_RANKS
 
     @property
     def adds_in_place(self) -> bool:
-        """Return whether leaves add what comes to what is kept."""
+        """Return whether autograd accumulates in place into the kept gradient."""
         return self.shows and self.kept
 
     @property
@@ -109,7 +110,7 @@ class FlatGradient:
         return full + (0 if self._shard is None else self._shard.held_bytes)
 
     def _wait_for_arrival(self) -> None:
-        """The backward goes on while a gradient goes to the host; who looks at it there waits."""
+        """Wait for the copy of the gradient to the host, which overlaps with the backward."""
         if self._arrival is not None:
             self._arrival.synchronize()
             self._arrival = None
@@ -126,13 +127,14 @@ class FlatGradient:
         return self._shard
 
     def fetch(self) -> None:
-        """Start bringing in what is owned."""
+        """Start loading the owned gradient."""
         if self.is_offloaded and self.kept:
             self._shard_buffer().fetch()
 
     def squares(self) -> Tensor:
-        """Return the sum of squares of this rank's share, fp64 scalar; known without reading what is away.
-        What h tp ranks hold counts 1/h, and of the pipeline stages that hold a parameter the first one counts it."""
+        """Return the sum of squares of this rank's share as an fp64 scalar, cached while the share is
+        offloaded. Elements that h tp ranks hold are weighted by 1/h; a parameter that several pipeline stages
+        hold is counted by the first of them."""
         return self._sum_squares() if self._squares is None else self._squares
 
     def _sum_squares(self) -> Tensor:
@@ -145,11 +147,11 @@ class FlatGradient:
         return repeated_ranges(self.flat)
 
     def rest(self, *, changed: bool = True, final: bool = False) -> None:
-        """Let go of what is owned, where it rests elsewhere.
+        """Release the owned gradient, if it is offloaded.
 
         Args:
-            changed: somebody has written to it: write it first.
-            final: nothing more is added in this step.
+            changed: it was modified: write it back first.
+            final: no more gradients are added in this step.
         """
         if not (self.is_offloaded and self._touched):
             return
@@ -160,14 +162,14 @@ class FlatGradient:
         self._squares, self._touched = squares, False
 
     def spend(self, squares: Tensor | None) -> None:
-        """Forget the values, which the optimizer has used, and keep the sum of their squares."""
+        """Discard the values that the optimizer has used, and keep the sum of their squares."""
         self._wait_for_arrival()
         self._shard_buffer().discard()
         self.state = GradientState.SPENT if self.reduced else GradientState.EMPTY
         self._touched, self._squares = False, squares
 
     def full_buffer(self) -> Tensor:
-        """Return what is kept whole [numel]."""
+        """Return the unsharded gradient [numel], allocating it on first use."""
         if self._full is None:
             self._full = memory(self.flat.numel, self._dtype, self.flat.pool.device).zero_()
         return self._full
@@ -175,9 +177,9 @@ class FlatGradient:
     # ---- one microbatch ---------------------------------------------------------------------
 
     def place(self, slot: ParamSlot) -> Tensor | None:
-        """Return where gradients of microbatches that are not reduced can be added up without autograd: the leaf's, or
-        where that will lie. None: autograd must see them, for hooks on the leaf, or for the hook that frees its
-        unit."""
+        """Return the tensor in which microbatches without reduction can accumulate a gradient outside
+        autograd: the leaf's `.grad`, or the region that becomes it. None: the gradient must go through
+        autograd, for the hooks on the leaf or the hook that frees its unit."""
         if self.flat.sharded or slot.leaf._backward_hooks:
             return None
         if (grad := seen_gradient(slot.leaf)) is not None:
@@ -185,7 +187,8 @@ class FlatGradient:
         return self.full_buffer()[slot.span].view(slot.shape) if self.shows else None
 
     def collect(self) -> Tensor:
-        """Move the leaves' gradients into a full buffer [numel]: a fresh one when sharded, else the persistent one."""
+        """Move the leaves' gradients into a full buffer [numel]: a new one if sharded, else the persistent
+        one."""
         if self.sharded:
             full = self.flat.pool.take(self.flat.numel, self._wire_dtype or self.flat.dtype)
             self._move(full, accumulate=False)
@@ -208,19 +211,21 @@ class FlatGradient:
             self.state = GradientState.REDUCED
 
     def sync_with_leaves(self) -> None:
-        """Pick up the user's edits of the leaves' `.grad` since the last backward, where that is what is kept."""
+        """Collect the user's edits of the leaves' `.grad` since the last backward, if `.grad` is what is
+        kept."""
         if self.adds_in_place:
             self.collect()
 
     @property
     def closed(self) -> bool:
-        """Return whether what a leaf adds now, without `reopen` before it, would not be counted once."""
+        """Return whether a gradient that arrives now, without `reopen` first, would not be counted exactly
+        once."""
         counts_once = self.flat.axis.degree == 1 and self._predivide == 1
         return self.state is GradientState.REDUCED and not counts_once
 
     def reopen(self) -> None:
-        """Keep only this rank's share of the sum, where a backward comes after the reduction: then the next reduction
-        counts it once."""
+        """Prepare a reduced gradient for another backward: keep only this rank's share of the sum, so that
+        the next reduction counts it once."""
         if not self.reduced:
             return
         self.sync_with_leaves()
@@ -240,7 +245,7 @@ class FlatGradient:
             grad = seen_gradient(slot.leaf)
             region = full[slot.span]
             if slot in self.shown and (grad is None or grad.data_ptr() != region.data_ptr()):
-                region.zero_()  # the user threw the view away, or put something in its place
+                region.zero_()  # the user discarded or replaced the view
                 slot.used = False
                 self.discarded |= self.reduced and grad is None
             slot.used |= grad is not None
@@ -260,7 +265,8 @@ class FlatGradient:
             torch._foreach_copy_(into, grads)
 
     def to_wire(self, full: Tensor) -> Tensor:
-        """Return the collected gradient predivided, in the dtype in which it travels: itself, or a copy for `done`."""
+        """Return the collected gradient, predivided and in the dtype of the collective: `full` itself, or a
+        copy that `done` returns to the pool."""
         if self.inspector is not None:
             self.inspector.look(full)
         dtype = self._wire_dtype or full.dtype
@@ -270,7 +276,7 @@ class FlatGradient:
         return wire.copy_(full) if self._predivide == 1 else torch.div(full, self._predivide, out=wire)
 
     def buckets(self) -> list[slice]:
-        """Return element ranges of the shard (all-reduced: of the whole buffer), one for each collective."""
+        """Return the element ranges of the shard (all-reduced: of the whole buffer), one per collective."""
         flat = self.flat
         ways = flat.axis.degree if self._scatters else 1
         size = max(ALIGN, self.policy.reduce_bucket_size // ways)
@@ -292,11 +298,12 @@ class FlatGradient:
 
     @property
     def _lands(self) -> bool:
-        """Return whether reductions end in memory of the device, and the shard is in the host's."""
+        """Return whether reductions end in device memory while the shard is in host memory."""
         return self.sharded and self.flat.optim_placement.device != self.flat.pool.device
 
     def done(self, wire: Tensor) -> None:
-        """Take the result out of `wire`, all of whose buckets were reduced, and give the buffer back."""
+        """Copy the result out of `wire` after all its buckets are reduced, and return the buffer to the
+        pool."""
         if wire is self._full:
             return
         mine = self._landing if self._scatters else wire[self.flat.owned]
@@ -317,7 +324,7 @@ class FlatGradient:
         self.flat.pool.give(wire, self._arrival if landing is None else None)
 
     def zero(self) -> None:
-        """Forget the gradient of this step. Buffers are kept and overwritten by the next one."""
+        """Clear the gradient at the end of a step. Buffers are kept, and overwritten in the next step."""
         self.state, self.discarded = GradientState.EMPTY, False
         self._wait_for_arrival()
         if self.is_offloaded:
@@ -333,7 +340,7 @@ class FlatGradient:
 
 
 def _zero_padding(full: Tensor, slots: list[ParamSlot]) -> None:
-    """Zero the padding, which takes part in norms and sums."""
+    """Zero the padding, which is part of norms and sums."""
     for slot, following in zip(slots, [*slots[1:], None], strict=True):
         end = slot.offset + slot.numel
         upto = following.offset if following is not None else full.numel()

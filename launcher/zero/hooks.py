@@ -1,28 +1,30 @@
-"""The hooks through which modules and autograd call us.
+"""The module and autograd hooks that drive ZeRO.
 
-before a unit's forward    its parameters are unsharded, the next units' gathers start
-after it                   they are resharded, unless they are used again soon
+before a unit's forward    its parameters are unsharded, the gathers of the next units start
+after its forward          they are resharded, unless they are used again soon
 before its backward        (a gradient reaches its outputs, or autograd unpacks one of its weights) unsharded again
-after its backward         (the gradient of its last leaf has come, or the backward has come to the unit before it and
-                           the graph has no more of them) resharded; its gradients are reduced
-end of the backward        what is left is reduced and waited for; everything is resharded
+after its backward         (the gradient of its last leaf has arrived, or the backward has reached an earlier
+                           unit and the graph produces no more) resharded; its gradients are reduced
+end of the backward        the remaining reductions are started and waited for; everything is resharded
 
 [Note: hooks own nothing]
 
-torch keeps hooks on tensors where Python's collector does not look: one that owned its leaf, or these Hooks, would keep
-the whole model alive for good. So the hooks of leaves have weak references. What must live as long as modules call us
-is held by the hooks on modules, which the collector sees (`Hooks.keeps`).
+torch keeps tensor hooks where Python's garbage collector cannot see them: a hook that owned its leaf, or
+these Hooks, would keep the whole model alive forever. The hooks on leaves therefore hold weak references.
+Objects that must live as long as modules call the hooks are held by the hooks on modules, which the garbage
+collector can see (`Hooks.keeps`).
 
 [Note: a gradient may not come]
 
-All ranks start reductions in one order ([Note: the order of reductions] in reduce.py), and gathers in the order of the
-forward and the backward. A rank may leave a layer out, or detach what it gives: then some of its leaves, or all, get
-no gradient, and nothing tells that its backward is over. Another rank that used it waits in its reduction, and gathers
-nothing in the meantime; so this rank must not wait until the end of the backward with its part. When the backward
-comes to the outputs of a unit, the units that ran after it in the forward are finished, and autograd's graph says
-which of their leaves get nothing (`_gets_gradient`). They are reduced at that moment (`Hooks._come_to`), and unsharded
-if this rank has not done so, because the others do. Of a graph that runs nested in the backward (a reentrant
-checkpoint) nobody can ask before it runs: there all ranks must use the same parameters.
+All ranks start reductions in one order ([Note: the order of reductions] in reduce.py), and gathers in the
+order of the forward and the backward. A rank may skip a layer or detach its output. Some or all of the
+layer's leaves then get no gradient, and nothing signals the end of its backward. Another rank that used the
+layer waits in its reduction and gathers nothing in the meantime, so this rank must not delay its part until
+the end of the backward. When the backward reaches the outputs of a unit, the units that ran after it in the
+forward are finished, and autograd's graph tells which of their leaves get no gradient (`_gets_gradient`).
+These units are reduced at that moment (`Hooks._come_to`), and unsharded if this rank has not done so, because
+the others do. A graph that runs nested in the backward (a reentrant checkpoint) cannot be queried before it
+runs, so there all ranks must use the same parameters.
 """
 
 from __future__ import annotations
@@ -51,16 +53,16 @@ from launcher.zero.unshard import Unsharder
 R = TypeVar("R", bound=Removable)
 NO_GRAPH = -1
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that this thread runs, or NO_GRAPH."""
+"""The id of the backward that this thread is running, or NO_GRAPH."""
 
 
 class TrainingState(Enum):
     """The state of a model, as far as its hooks have been called.
 
-    IDLE: neither; gradients may wait for a step.
+    IDLE: neither forward nor backward; gradients may be waiting for a step.
     FORWARD: from before the root module's forward to its end. The root unit is unsharded.
-    BACKWARD: from the first sign of a backward (a gradient at an output, an unpacked weight, a leaf's gradient) to
-        autograd's callback at its end, or to the next forward where an exception ended it.
+    BACKWARD: from the first sign of a backward (a gradient at an output, an unpacked weight, a leaf's
+        gradient) to autograd's callback at its end, or to the next forward if an exception ended it.
     """
 
     IDLE = "idle"
@@ -69,16 +71,16 @@ class TrainingState(Enum):
 
 
 def _transformed() -> bool:
-    """Return whether this is the forward of torch.func's grad, vjp, jacrev, ..."""
+    """Return whether a forward of torch.func's grad, vjp, jacrev, ... is running."""
     functorch = torch._C._functorch
     stack = functorch.get_interpreter_stack() or ()
     return any(interpreter.key() == functorch.TransformType.Grad for interpreter in stack)
 
 
 def _gets_gradient(slot: ParamSlot) -> bool:
-    """Return whether the backward that runs now has a gradient for a parameter, one that has come or will come."""
+    """Return whether the running backward has computed, or will compute, a gradient of the parameter."""
     shown = (slot.leaf, slot.handle) if slot.flat.sharded else (slot.leaf,)
-    with torch.enable_grad():  # an alias is made without the data, which need not be there
+    with torch.enable_grad():  # an alias needs no data, which may be sharded
         aliases = [torch.ops.aten.alias.default(tensor) for tensor in shown]
     return any(
         alias.grad_fn is not None and torch._C._will_engine_execute_node(alias.grad_fn.next_functions[0][0])
@@ -87,10 +89,10 @@ def _gets_gradient(slot: ParamSlot) -> bool:
 
 
 class Hooks:
-    """Connects units to their modules, and to autograd.
+    """Connects units to their modules and to autograd.
 
     Args:
-        units: all units; the root unit is the last and its module is the whole model.
+        units: all units; the root unit is the last, and its module is the whole model.
     """
 
     def __init__(self, units: list[Unit], unsharder: Unsharder, reducer: Reducer) -> None:
@@ -103,14 +105,14 @@ class Hooks:
             occupants, self._before_unpack, enabled=any(unit.sharded for unit in units)
         )
         self._scales = False
-        self.losses_were_scaled: set[bool] = set()  # one answer for each backward of this step
+        self.losses_were_scaled: set[bool] = set()  # for the backwards of this step
         self._forwards = 0  # of units
-        self._graph = NO_GRAPH  # the backward that autograd was asked for; others run nested in it
+        self._graph = NO_GRAPH  # the outermost backward; others run nested in it
         self._handles: list[Removable] = []
-        self._arrivals: dict[int, LastHook] = {}  # by the leaf's id, which lives as long as these
+        self._arrivals: dict[int, LastHook] = {}  # by the id of the leaf, which lives as long as these hooks
         self.gather_for_one_call: Callable[[Hooks, Unit, nn.Module], None] | None = None
-        """A feature (`features/outside.py`): a module is called while the model's forward does not run."""
-        self.keeps: object = None  # what must live as long as these hooks are called
+        """Feature hook (`features/outside.py`) for a module that is called outside the model's forward."""
+        self.keeps: object = None  # an object that must live as long as these hooks are called
         self._register()
 
     def _register(self) -> None:
@@ -128,17 +130,17 @@ class Hooks:
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
 
     def add_removable(self, thing: R) -> R:
-        """Have `remove` take this away, too."""
+        """Register an object that `remove` also removes."""
         self._handles.append(thing)
         return thing
 
     def come_last(self, leaf: Tensor) -> None:
-        """Let our hook follow when another hook was registered on a leaf of ours."""
+        """Move our hook to the end after another hook was registered on one of our leaves."""
         if (ours := self._arrivals.get(id(leaf))) is not None:
             ours.register()
 
     def remove(self) -> None:
-        """Take every hook off: the modules are plain modules again."""
+        """Remove every hook: the modules are plain modules again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -160,17 +162,15 @@ class Hooks:
         return before_forward
 
     def _before_inner(self, unit: Unit) -> Callable[..., None]:
-        """Return a hook for a module that shows a sharded parameter, and may be called by itself."""
+        """Return a pre-forward hook for a module that owns a sharded parameter and may be called directly."""
 
         def before_forward(module: nn.Module, args: object) -> None:
             if torch.compiler.is_compiling() or (unit.is_unsharded and not unit.in_backward):
                 return
-            if (
-                _graph_task() != NO_GRAPH
-            ):  # inside a backward: activation checkpointing, also inside of the block
+            if _graph_task() != NO_GRAPH:  # inside a backward: activation checkpointing, also of submodules
                 self._recompute(unit)
             elif unit.is_unsharded or module is unit.module or self.gather_for_one_call is None:
-                return  # that one's own hook unshards
+                return  # already unsharded, or the unit's own hook does it
             else:
                 self.gather_for_one_call(self, unit, module)
 
@@ -205,12 +205,12 @@ class Hooks:
             self.unsharder.end()  # no backward will come
 
     def watch_backward(self, output: object) -> bool:
-        """Have the backward begin when it comes to these outputs; return whether one can."""
+        """Start the backward when a gradient reaches one of these outputs; return whether one can."""
         return self._watch_outputs(output, lambda _: self.begin_backward())
 
     def _watch_outputs(self, output: object, hook: Callable[[Tensor], None]) -> bool:
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        if not outputs or _transformed():  # its backward is of inputs, and comes to no parameter
+        if not outputs or _transformed():  # torch.func differentiates inputs and reaches no parameter
             return False
         register_multi_grad_hook(outputs, hook, mode="any")
         return True
@@ -219,7 +219,8 @@ class Hooks:
 
     @contextmanager
     def scaling(self) -> Iterator[None]:
-        """Mark backwards inside as those of losses that the engine has scaled: by the loss scale, by accumulation."""
+        """Mark backwards inside the `with` as those of losses that the engine has scaled, by the loss scale
+        and by gradient accumulation."""
         self._scales = True
         try:
             yield
@@ -227,7 +228,8 @@ class Hooks:
             self._scales = False
 
     def begin_scaled(self, gradient: torch.Tensor) -> None:
-        """A backward begins, outside of `scaling()`, of a loss that the engine has scaled: for a hook of that loss."""
+        """Mark the backward that starts as scaled, outside of `scaling()`; a hook on a loss that the engine
+        has scaled."""
         self._scales = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end_scaled)  # type: ignore[attr-defined]
 
@@ -235,7 +237,7 @@ class Hooks:
         self._scales = False
 
     def begin_backward(self) -> None:
-        """Begin one at the first sign of it; does nothing at the others."""
+        """Start a backward at its first sign; later calls do nothing."""
         if self.state is TrainingState.BACKWARD:
             return
         if self.reducer.measured:
@@ -254,12 +256,12 @@ class Hooks:
         self.enter_root()
 
     def enter_root(self) -> None:
-        """Unshard the root unit for a backward that goes through anything."""
+        """Unshard the root unit, unless the backward passes through no unit."""
         if self.reducer.plan.blocks != ():
             self.enter_backward(self.root)
 
     def _begin_unseen(self) -> None:
-        """Begin a backward of which a leaf's gradient is the first sign: its forward did not go through the model."""
+        """Start a backward whose first sign is a leaf's gradient: its forward bypassed the model."""
         if any(gradient.closed for gradient in self.reducer.gradients):
             self.abandon()
             raise LauncherError(
@@ -276,12 +278,12 @@ class Hooks:
             self.enter_backward(unit)
 
     def _recompute(self, unit: Unit) -> None:
-        """Enter the backward of a unit whose forward runs again: autograd saves its leaves anew, as they are."""
+        """Enter the backward of a unit whose forward is recomputed: autograd saves its leaves unpacked."""
         self.enter_backward(unit)
         unit.to_recomputed()
 
     def enter_backward(self, unit: Unit) -> None:
-        """Unshard a unit for its backward, which begins."""
+        """Unshard a unit at the start of its backward."""
         self.begin_backward()
         if unit.in_backward and unit.is_unsharded:
             return
@@ -292,8 +294,8 @@ class Hooks:
                 self.unsharder.use(unit, "backward")
 
     def _free_passed_units(self, entering: Unit) -> None:
-        """Reshard the units whose backward has ended without a gradient that told it: those without trainable
-        parameters, and those that were recomputed and are partly frozen (`Unit.may_need_frozen`)."""
+        """Reshard units whose backward has ended without a gradient to signal it: units without trainable
+        parameters, and recomputed units with frozen parameters (`Unit.may_need_frozen`)."""
         for unit in list(self.unsharder.unsharded):
             if unit.in_backward and unit.has_all_gradients and unit not in (entering, self.root):
                 unit.to_passed()
@@ -315,17 +317,18 @@ class Hooks:
         return gradient_arrived
 
     def _finish(self, unit: Unit) -> None:
-        """Reduce a unit whose last gradient has come, and reshard it."""
+        """Reduce a unit whose last gradient has arrived, and reshard it."""
         with record_function(f"{unit.name}/reduce"):
             self.reducer.ready(unit)
         if unit.sharded and unit is not self.root and not unit.may_need_frozen:
             self.unsharder.reshard(unit)
 
     def _come_to(self, unit: Unit) -> None:
-        """The backward has come to the outputs of a unit, from all that followed it in the forward, which is finished
-        first: see [Note: a gradient may not come]."""
+        """Enter the backward of a unit whose outputs the backward has reached, after finishing the units that
+        followed it in the forward: see [Note: a gradient may not come]."""
         self.begin_backward()
-        in_nested = _graph_task() != self._graph  # which knows of its own graph only
+        # autograd can query only the graph of the innermost backward
+        in_nested = _graph_task() != self._graph
         while not in_nested and (late := self.reducer.awaited) and self._is_over(late, unit):
             self._take_part(late)
             late.arrived = late.expected
@@ -333,20 +336,20 @@ class Hooks:
         self.enter_backward(unit)
 
     def _is_over(self, late: Unit, come_to: Unit) -> bool:
-        """Return whether all gradients of `late` that the backward has, have come."""
+        """Return whether all gradients of `late` that this backward produces have arrived."""
         if not (late.ran and come_to.ran and late.ran[0] > come_to.ran[1]):
             return False
         missing = sum(not _gets_gradient(slot) for slot in late.trainable_slots())
         return late.arrived + missing == late.expected
 
     def _take_part(self, unit: Unit) -> None:
-        """Unshard a unit whose backward this rank leaves out: other ranks may need its part."""
+        """Unshard a unit that this rank skips in the backward: other ranks may need its shard."""
         if unit.sharded and unit.ran and not unit.in_backward and self.reducer.plan.enters(unit.name):
             self.unsharder.use(unit, "backward")
             self.unsharder.reshard(unit)
 
     def end_backward(self) -> None:
-        """Reduce what is left, in order, and wait for everything: autograd has ended the backward."""
+        """Launch the remaining reductions in order and wait for all of them, at the end of the backward."""
         with record_function("root/finish_backward"):
             for unit in self.reducer.left:
                 self._take_part(unit)
@@ -354,7 +357,7 @@ class Hooks:
         self._forget_backward()
 
     def abandon(self) -> None:
-        """Forget a backward that an exception ended: autograd does not call us then."""
+        """Reset after a backward that an exception ended: autograd does not call `end_backward` then."""
         if self.state is TrainingState.BACKWARD:
             self.reducer.drain()
             self._forget_backward()

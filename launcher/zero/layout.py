@@ -20,14 +20,15 @@ from launcher.zero.slot import NO_OTHERS, ParamSlot
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The layout that the flat buffers of a model share: how they are sharded, and where their memory comes from.
+    """The layout shared by the flat buffers of a model: how they are sharded, and where their memory comes
+    from.
 
     Args:
         policy: what is sharded, in which dtypes.
-        axes: the data-parallel axis, and along which axis of it is sharded.
-        pool: buffers for what is gathered and reduced, on the device that computes.
-        placements: where shards rest.
-        expert_axes: the same as `axes` for experts that are spread over ranks.
+        axes: the data-parallel axis, and the axes inside it along which state is sharded.
+        pool: buffers for gathered parameters and reduced gradients, on the compute device.
+        placements: where shards are stored.
+        expert_axes: like `axes`, for experts that are distributed over ranks.
     """
 
     policy: ZeroPolicy
@@ -45,13 +46,13 @@ class ShardLayout:
         placements: Placements | None = None,
         expert_axes: ShardAxes | None = None,
     ) -> ShardLayout:
-        """Return the layout on a device; without `placements` all that is kept stays in its memory."""
+        """Return the layout for a device. Without `placements` everything is kept in device memory."""
         placements = placements or Placements(device)
         pool = BufferPool(device, placements.buffers.idle if placements.one_memory else None)
         return cls(policy, axes, pool, placements, expert_axes)
 
     def axes_of(self, *, expert: bool) -> ShardAxes:
-        """Return the axes of experts, or of all other parameters."""
+        """Return the axes for expert parameters, or for all others."""
         return self.expert_axes if expert and self.expert_axes is not None else self.axes
 
     @property
@@ -61,16 +62,17 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The differences of this rank's model from the whole one, where it is split over ranks.
+    """How this rank's model differs from the whole model, if that is split over ranks.
 
     Args:
-        splits: which elements of logical parameters are here, by name; those that are not named are whole.
-        tp: the axis along which they are split; each of its ranks has a ZeRO run of its own over what it holds.
+        splits: name -> the elements of the logical parameter on this rank; parameters without an entry are
+            not split.
+        tp: the axis along which they are split. Each tp rank runs ZeRO separately, over its own elements.
         ep: the axis along which experts are split instead.
-        experts: the names of their parameters.
-        pp: the axis along which the model is cut into stages.
-        holders: the stages that hold a parameter, by name, where there are several.
-        elsewhere: parameters that only other stages hold -> where they are, in words.
+        experts: the names of the expert parameters.
+        pp: the axis along which the model is split into stages.
+        holders: name -> the stages that hold a parameter, if there are several.
+        elsewhere: parameters that only other stages hold -> their location, as text for error messages.
     """
 
     splits: Mapping[str, Split] = field(default_factory=dict)
@@ -87,8 +89,8 @@ class BufferPlacement:
     """The placement of a flat buffer.
 
     Args:
-        params: its parameters.
-        optim: what the optimizer works with: master weights, sharded gradient, states.
+        params: the placement of its parameters.
+        optim: the placement of the optimizer's tensors: master weights, sharded gradient, optimizer state.
     """
 
     params: Placement
@@ -97,13 +99,13 @@ class BufferPlacement:
 
 @dataclass
 class BufferSpec:
-    """A flat buffer before it exists.
+    """The specification of a flat buffer that is not created yet.
 
     Args:
-        sharded: whether parameters are sharded: the policy's answer, unless these persist.
-        dtype: what the module computes in.
-        expert: its parameters are experts', of which other ranks have others.
-        slots: the parameters that share it; their leaves may still be on meta.
+        sharded: whether the parameters are sharded: as in the policy, unless these persist.
+        dtype: the compute dtype of the module.
+        expert: the parameters belong to experts, of which other ranks hold different ones.
+        slots: the parameters in the buffer; their leaves may still be on meta.
     """
 
     sharded: bool
@@ -113,15 +115,15 @@ class BufferSpec:
 
     @property
     def padded_numel(self) -> int:
-        """Return its elements, but for what alignment adds."""
+        """Return the number of elements, without alignment padding."""
         return sum(slot.padded_numel for slot in self.slots)
 
     def bytes_of_parameters(self, degree: int) -> int:
-        """Return the bytes of a shard, which can rest somewhere."""
+        """Return the bytes of a parameter shard, which may be offloaded; 0 if not sharded."""
         return self.padded_numel // degree * self.dtype.itemsize if self.sharded else 0
 
     def bytes_of_step(self, degree: int, policy: ZeroPolicy, states: int) -> int:
-        """Return those of what the optimizer works with: gradient, master weights that are no parameters, states."""
+        """Return the bytes of the optimizer's tensors: gradient, separate master weights, optimizer state."""
         if not self.slots[0].leaf.requires_grad:
             return 0
         gradient = policy.grad_dtype.itemsize if policy.shard_grads else 0
@@ -131,7 +133,7 @@ class BufferSpec:
 
 @dataclass
 class UnitSpec:
-    """A unit before its buffers exist."""
+    """A unit whose buffers are not created yet."""
 
     name: str
     module: nn.Module
@@ -144,13 +146,14 @@ def assign_units(
     layout: ShardLayout,
     parts: LocalModel,
 ) -> list[UnitSpec]:
-    """Give every parameter of `model` to one unit: the block it lies in, else the root unit, which comes last.
+    """Assign every parameter of `model` to one unit: the block that contains it, else the root unit, which
+    comes last.
 
-    A parameter that several units show (tied weights) belongs to the root unit, whose parameters are there from the
-    start of the forward to the end of the backward. So do the small ones that persist under ZeRO-3: together
-    they are one collective instead of one a block. What several pipeline stages hold has flat buffers of its own,
-    so that these are alike on all of them.
-    What experts hold has flat buffers of its own, too: it is sharded along other ranks.
+    A parameter that several units use (tied weights) belongs to the root unit, whose parameters are available
+    from the start of the forward to the end of the backward. Small parameters that persist under ZeRO-3 also
+    belong to the root unit, where one collective serves all of them instead of one per block. Parameters that
+    several pipeline stages hold get separate flat buffers, so that these are identical on all of the stages.
+    Expert parameters get separate flat buffers, too, because they are sharded over other ranks.
     """
     policy = layout.policy
     units = [UnitSpec(name, module) for name, module in blocks]
@@ -179,7 +182,7 @@ def assign_units(
             expert,
             None if alone else id(slot.holders),
         )
-        # a buffer is as large as its placement allows, but holds one parameter at least
+        # a buffer is as large as its placement allows, but holds at least one parameter
         cut = layout.placements.cut * layout.axes_of(expert=expert).shard.degree
         if key not in buffers or buffers[key].padded_numel + slot.padded_numel > cut:
             buffers[key] = BufferSpec(sharded, dtype, expert)
@@ -189,10 +192,10 @@ def assign_units(
 
 
 def choose_placements(units: list[UnitSpec], layout: ShardLayout) -> Iterator[BufferPlacement]:
-    """Yield where each buffer rests, in their order, and reserve the bytes that they need there.
+    """Yield the placement of each buffer, in order, after reserving the bytes of all of them.
 
     Raises:
-        OffloadError: there is less space.
+        OffloadError: there is not enough space.
     """
     placements = layout.placements
     groups = [group for unit in units for group in unit.groups]
@@ -212,7 +215,7 @@ def choose_placements(units: list[UnitSpec], layout: ShardLayout) -> Iterator[Bu
 
 
 def _slots(model: nn.Module, parts: LocalModel) -> list[ParamSlot]:
-    """Return one slot for each parameter, in the order of named_parameters(), with every module that shows it."""
+    """Return one slot per parameter, in the order of named_parameters(), with all modules that own it."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for prefix, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""A model under ZeRO: its units, and what the engine, the optimizer and checkpoints ask of them."""
+"""A model under ZeRO: its units, and the interface for the engine, the optimizer and checkpoints."""
 
 from __future__ import annotations
 
@@ -34,20 +34,23 @@ _live: weakref.WeakSet[ZeroModel] = weakref.WeakSet()
 
 
 def live_models() -> list[ZeroModel]:
-    """Return every model under ZeRO in this process, oldest first."""
+    """Return every ZeRO model in this process, oldest first."""
     return sorted(_live, key=lambda model: model.serial)
 
 
 @dataclass
 class StepCallbacks:
-    """The callbacks of features in a step, in this order; all are empty in a plain run (`features/attach.py` fills
-    them).
+    """Callbacks that features run during a step, in this order. All lists are empty in a plain run;
+    `features/attach.py` fills them.
 
     Attributes:
-        before_step: before anything of the step: edited parameters are taken over.
-        before_norm: gradients are reduced, and become what is stepped.
-        before_replay: the microbatches of a step are computed once more: what they have counted is forgotten.
-        merge_use: (trainable slots, their flags of use): flags that hold on other ranks are set.
+        before_step: run first in a step: copy the user's edits of parameters into the master weights.
+        before_norm: run after the gradients are reduced and before their norm is computed, for example to sum
+            partial gradients.
+        before_replay: run before the microbatches of a step are recomputed: reset what the first pass has
+            counted.
+        merge_use: called with the trainable slots and their usage flags: set the flags that are set on other
+            ranks.
     """
 
     before_step: list[Callable[[], None]] = field(default_factory=list)
@@ -60,14 +63,14 @@ class ZeroModel:
     """A model under ZeRO.
 
     Args:
-        module: the user's model, unchanged but for where its parameters live.
-        units: root unit last.
-        layout: how they are sharded.
-        parts: how the model differs from the whole one.
+        module: the user's model. Only the storage of its parameters changes.
+        units: the units, root unit last.
+        layout: how the flat buffers are sharded.
+        parts: how the local model differs from the whole one.
 
     Attributes:
-        axis, tp, pp: data, tensor and pipeline parallelism.
-        trainable_slots: of all gradients, in their order.
+        axis, tp, pp: the data, tensor and pipeline parallel axes.
+        trainable_slots: the slots of all gradients, in order.
     """
 
     def __init__(self, module: nn.Module, units: list[Unit], layout: ShardLayout, parts: LocalModel) -> None:
@@ -87,7 +90,7 @@ class ZeroModel:
         )
         self.reducer = Reducer(order_of_reduction(units), self.policy)
         self.hooks = Hooks(units, self.unsharder, self.reducer)
-        self.hooks.keeps = self  # while modules call the hooks
+        self.hooks.keeps = self  # alive while modules call the hooks
         self.slots: dict[str, ParamSlot] = {slot.name: slot for flat in self.flats for slot in flat.slots}
         self._slot_of_parameter = {id(slot.leaf): slot for slot in self.slots.values()}
         self._unit_of = {slot: unit for unit in units for flat in unit.flats for slot in flat.slots}
@@ -97,7 +100,7 @@ class ZeroModel:
         _live.add(self)
 
     def retire(self) -> None:
-        """Take the hooks off and free what is gathered: `live_models` does not give this model any more."""
+        """Remove the hooks, free gathered parameters, and remove this model from `live_models`."""
         self.hooks.remove()
         self.reshard_all()
         _live.discard(self)
@@ -105,40 +108,45 @@ class ZeroModel:
     # ---- slices -----------------------------------------------------------------------------
 
     def slices(self) -> list[ParamSlice]:
-        """Return what this rank owns of every parameter, as parts of the master weights."""
+        """Return the slices of the master weights that this rank owns."""
         return [piece for flat in self.flats for piece in flat.slices()]
 
     def written_slices(self) -> list[ParamSlice]:
-        """Return what this rank writes into a checkpoint: the pieces of all ranks of dp together cover every local
-        parameter once. What several tp ranks hold is in the pieces of each; its split says who is the first of them.
-        What several pipeline stages hold is in those of the first one."""
-        # the first shard group writes for all
+        """Return the slices that this rank writes to a checkpoint.
+
+        The slices of all dp ranks together cover every local parameter once. Elements that several tp ranks
+        hold are in the slices of each of them; the split records which rank comes first. Parameters that
+        several pipeline stages hold are written by the first of these stages.
+        """
+        # the first shard group writes for all groups
         firsts = [flat for flat in self.flats if flat.axes.replicate.rank == 0]
         flats = [flat for flat in firsts if flat.slots[0].holders.rank == 0]
         return [piece for flat in flats for piece in flat.slices(span=flat.shard_span)]
 
     def publish(self) -> None:
-        """Bring changed master weights into every rank's parameters."""
+        """Copy the updated master weights into the parameters of every rank."""
         for pending in [pending for flat in self.flats for pending in flat.publish()]:
             pending.wait()
 
     def rest(self) -> None:
-        """Release what was looked at and has not changed, where it is offloaded."""
+        """Release offloaded tensors that were read but not modified."""
         for flat in self.flats:
             flat.rest()
 
     # ---- gradients --------------------------------------------------------------------------
 
     def place_of_gradient(self, leaf: Tensor) -> Tensor | None:
-        """Return where its gradients are added up: `FlatGradient.place`."""
+        """Return the buffer in which the gradients of a leaf accumulate (see `FlatGradient.place`)."""
         slot = self._slot_of_parameter.get(id(leaf))
         return None if slot is None else self._gradient_of[slot.flat].place(slot)
 
     @contextmanager
     def shaped(self, leaves: Iterable[Tensor]) -> Iterator[None]:
-        """Show leaves that are sharded now in their shape, without memory, inside the `with`: that is all autograd
-        needs to take gradients that are computed already. Where somebody's hook on the gradient may read the parameter,
-        its unit is gathered."""
+        """Give sharded leaves their full shape, without memory, inside the `with`.
+
+        The shape is all that autograd needs to accept gradients that are already computed. Units with a
+        parameter whose gradient hooks may read it are gathered.
+        """
         slots = [slot for leaf in leaves if (slot := self.find_slot(leaf)) and not slot.flat.is_unsharded]
         for unit in dict.fromkeys(self._unit_of[slot] for slot in slots if slot.is_watched):
             self.unsharder.use(unit, "backward")
@@ -151,22 +159,22 @@ class ZeroModel:
                 slot.flat.hide_shape(slot)
 
     def norm_and_use(self, more: Tensor | None = None) -> tuple[Tensor, list[bool], Tensor]:
-        """Compute the norm and which parameters got a gradient. Collective: see `norm.py`."""
+        """Compute the gradient norm and which parameters got a gradient. Collective; see `norm.py`."""
         return norm_and_use(self, more)
 
     @property
     def mean_divisor(self) -> float:
-        """Return what reduced gradients are divided by to be the mean over ranks."""
+        """Return the divisor that turns reduced gradients into the mean over ranks."""
         divided = self.policy.predivide
         return 1.0 if divided is None else self.axis.degree / divided
 
     @property
     def sum_divisor(self) -> float:
-        """Return what reduced gradients are divided by to be the sum over ranks."""
+        """Return the divisor that turns reduced gradients into the sum over ranks."""
         return self.mean_divisor / self.axis.degree
 
     def zero_grad(self) -> None:
-        """Forget the gradients of a step that is over on every rank."""
+        """Clear the gradients after a step that is complete on every rank."""
         self.hooks.abandon()
         self.hooks.losses_were_scaled.clear()
         self.reducer.measured = False
@@ -174,12 +182,12 @@ class ZeroModel:
             gradient.zero()
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Throw away what is kept of the gradients of those parameters that are this model's."""
+        """Discard the gradients of the given parameters; parameters of other models are ignored."""
         found = (self.find_slot(parameter) for parameter in parameters)
         self._forget({slot for slot in found if slot is not None})
 
     def discard(self) -> None:
-        """Forget the gradients of all parameters, as the user's `zero_grad()` does."""
+        """Discard the gradients of all parameters, as the user's `zero_grad()` does."""
         self._forget(set(self.trainable_slots))
 
     def _forget(self, slots: set[ParamSlot]) -> None:
@@ -188,7 +196,7 @@ class ZeroModel:
         if not self.reducer.plan.last and any(gradient.kept for gradient in self.gradients):
             warn_of_discard_once(self.axis.rank)
         in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward:  # a hook of the user's may call, and then the backward goes on
+        if not in_backward:  # a user hook may call this during a backward, which then continues
             self.hooks.abandon()
         for gradient in self.gradients:
             if of_buffer := slots.intersection(gradient.flat.slots):
@@ -197,18 +205,18 @@ class ZeroModel:
             self.hooks.losses_were_scaled.clear()
             self.reducer.measured = False
 
-    # ---- whole parameters -------------------------------------------------------------------
+    # ---- unsharded parameters ---------------------------------------------------------------
 
     @contextmanager
     def gathered(
         self, parameters: Iterable[Tensor] | None = None, modifier_rank: int | None = None
     ) -> Iterator[None]:
-        """Gather full local parameters inside the `with`, on every rank; a collective of dp.
+        """Gather full local parameters inside the `with`, on every rank. A collective over dp.
 
         Args:
-            parameters: which (their units are gathered); default: all.
-            modifier_rank: this dp rank's edits of `parameters` are kept and sent to all; None: edits to sharded
-                parameters are lost.
+            parameters: the parameters to gather, with their whole units; default: all.
+            modifier_rank: the dp rank whose edits of `parameters` are kept and broadcast; None: edits of
+                sharded parameters are lost.
         """
         slots = self._slots_of(parameters)
         units = list(dict.fromkeys(self._unit_of[slot] for slot in slots if slot.flat.sharded))
@@ -235,10 +243,10 @@ class ZeroModel:
         return list(dict.fromkeys(slot for slot in slots if slot is not None))
 
     def slot_of(self, parameter: Tensor) -> ParamSlot | None:
-        """Return the slot of a parameter (leaf or handle) of this model; None for any other tensor.
+        """Return the slot of a parameter (leaf or handle) of this model, or None for any other tensor.
 
         Raises:
-            ElsewhereError: it was a parameter of the model, and another pipeline stage has it now.
+            ElsewhereError: the parameter belongs to another pipeline stage.
         """
         if (where := self.elsewhere.get(parameter)) is not None:
             raise ElsewhereError(
@@ -248,25 +256,25 @@ class ZeroModel:
         return self.find_slot(parameter)
 
     def find_slot(self, parameter: Tensor) -> ParamSlot | None:
-        """Return `slot_of`, but None for a parameter of another stage."""
-        if isinstance(parameter, ShardedParameter):  # a copy of a handle (its .data) knows the slot, too
+        """Return the slot as `slot_of` does, but None for a parameter of another stage."""
+        if isinstance(parameter, ShardedParameter):  # a copy of a handle (its .data) also refers to the slot
             holder = parameter.zero_holder
             return holder if isinstance(holder, ParamSlot) and holder in self._unit_of else None
         return self._slot_of_parameter.get(id(parameter))
 
     def unit_of(self, slot: ParamSlot) -> Unit:
-        """Return the unit that a slot is gathered with."""
+        """Return the unit that gathers a slot."""
         return self._unit_of[slot]
 
     def logical(self, slot: ParamSlot) -> Tensor:
-        """Return the logical parameter of a slot whose unit is gathered: all that the ranks of its
-        axis hold of it. A collective."""
+        """Return the logical parameter of a slot whose unit is gathered, assembled over the ranks of its
+        split axis. A collective."""
         return whole(slot.leaf.detach(), slot.split, slot.split_axis)
 
     # ---- bookkeeping ------------------------------------------------------------------------
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank holds between steps: as parameters, master weights and gradients."""
+        """Return the bytes of parameters, master weights and gradients that this rank holds between steps."""
         params = sum(flat.held_bytes for flat in self.flats)
         masters = sum(flat.master_bytes for flat in self.flats)
         return {
@@ -276,7 +284,7 @@ class ZeroModel:
         }
 
     def reshard_all(self) -> None:
-        """Free every gathered parameter, and the idle buffers."""
+        """Free all gathered parameters and idle buffers."""
         self.unsharder.end()
         for unit in self.units:
             unit.reshard()

@@ -1,4 +1,4 @@
-"""The norm of a step's gradients, and which parameters got one: one collective for all answers."""
+"""The gradient norm of a step and the parameters that got a gradient, from a single all-reduce."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from launcher.zero.slot import ParamSlot
 if TYPE_CHECKING:
     from launcher.zero.model import ZeroModel
 
-NORM_CHUNK = 4096  # fp32 sums of squares lose digits over long runs: chunks this long, summed in fp64
-SquaredRange = tuple[slice, int]  # of a share, and how many tp ranks have it in theirs
+NORM_CHUNK = 4096  # long fp32 sums of squares lose precision, so chunks of this size are summed in fp64
+SquaredRange = tuple[slice, int]  # a range of a share, and the number of tp ranks that hold it
 
 
 def norm_and_use(zero: ZeroModel, more: Tensor | None = None) -> tuple[Tensor, list[bool], Tensor]:
-    """Return the sum of squares of the reduced gradient over all ranks (fp64 scalar), which trainable slots got one,
-    and the sum of `more` over dp and tp; all in host memory.
+    """Return the squared norm of the reduced gradient over all ranks (fp64 scalar), a flag for each trainable
+    slot that got a gradient, and the sum of `more` over dp and tp; all in host memory.
 
-    Once a step: partial gradients become sums here. Marks slots unused everywhere as unused, and the others as used.
+    Called once a step. Partial gradients become sums here. Marks a slot as used if any rank used it, else as
+    unused.
 
     [Note: one wait a step]
 
-    What decides how a step goes on (the norm, which parameters got a gradient) lies on the device, and the host must
-    know it. It waits for the device once, when all of it is in one tensor and has been summed over the ranks. Whoever
-    adds a question to a step adds it to this tensor.
+    The results that decide how a step continues (the norm, and which parameters got a gradient) are on the
+    device, and the host needs them. To wait for the device only once, all of them are packed into one tensor
+    and summed over the ranks first. Any further value that the host needs in a step must be added to this
+    tensor.
 
     Args:
-        more: fp64 [n], what this rank adds.
+        more: further values of this rank to sum, fp64 [n].
     """
     for complete in zero.callbacks.before_norm:
         complete()
     device = zero.pool.device
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    of_host = torch.zeros((), dtype=torch.float64)  # of gradients that are there
+    of_host = torch.zeros((), dtype=torch.float64)  # gradients in host memory
     if zero.policy.compute_norm:
-        for gradient in zero.gradients:  # every shard group has all of it
+        for gradient in zero.gradients:  # every shard group holds the whole gradient
             found = gradient.squares() / gradient.flat.axes.replicate.degree
             (of_host if found.device.type == "cpu" else squares).add_(found)
             gradient.rest()
@@ -73,7 +75,7 @@ def norm_and_use(zero: ZeroModel, more: Tensor | None = None) -> tuple[Tensor, l
 
 
 def _uneven_discard(count: int, ranks: int) -> LauncherError:
-    """Make the error, which all ranks raise before any of them steps: copies of the model would not stay the same."""
+    """Return the error that all ranks raise before any of them steps, or the replicas would diverge."""
     return LauncherError(
         f"{count} of {ranks} ranks discarded gradients after they had been reduced over all ranks, so the ranks "
         "would step to different weights",
@@ -85,10 +87,10 @@ def _uneven_discard(count: int, ranks: int) -> LauncherError:
 def held_by_several(
     flat: FlatBuffer, span: slice, *, partial_only: bool = False
 ) -> Iterator[tuple[slice, DimSlice, ParamSlot]]:
-    """Yield ranges of a buffer over `span` of the flat buffer that several tp ranks hold. These have the same ranges.
+    """Yield the ranges of a buffer over `span` that several tp ranks hold. These ranks yield the same ranges.
 
     Args:
-        partial_only: only those whose gradients are terms of a sum.
+        partial_only: yield only ranges whose gradients are terms of a sum.
     """
     for slot, start, stop in flat.overlaps(span):
         if slot.split.partial or not partial_only:
@@ -98,19 +100,20 @@ def held_by_several(
 
 
 def repeated_ranges(flat: FlatBuffer) -> list[SquaredRange]:
-    """Return the ranges of a share that other tp ranks have in theirs, too."""
+    """Return the ranges of a share that other tp ranks also hold."""
     return [(span, part.holders) for span, part, _ in held_by_several(flat, flat.shard_span)]
 
 
 def sum_of_squares(share: Tensor, repeated: list[SquaredRange]) -> Tensor:
-    """Return the sum of squares of a share of a gradient, fp64 scalar beside it; what h tp ranks hold counts 1/h."""
+    """Return the sum of squares of a gradient share, as an fp64 scalar on its device. Elements that h tp
+    ranks hold are weighted by 1/h."""
     total = _squares(share)
     held: dict[int, list[Tensor]] = defaultdict(list)
     for span, holders in repeated:
         held[holders].append(share[span])
     for holders, parts in held.items():
         less = total - _squares(torch.cat(parts)) * (1 - 1 / holders)
-        total = torch.where(total.isfinite(), less, total)  # infinity minus infinity is no number
+        total = torch.where(total.isfinite(), less, total)  # inf - inf would give nan
     return total
 
 

@@ -1,4 +1,4 @@
-"""A ZeRO stage as three yes/no answers, and the sizes that steer communication."""
+"""The ZeRO policy: what a stage shards, and the sizes that control communication."""
 
 from __future__ import annotations
 
@@ -15,38 +15,43 @@ STAGES = {0: (False, False, False), 1: (False, False, True), 2: (False, True, Tr
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """The policy: what is sharded, in which dtypes, and how much may be in flight. All sizes are in elements.
+    """What is sharded, in which dtypes, and how much may be in flight. All sizes are in elements.
 
     Args:
         shard_params: parameters are gathered before use and freed after it.
-        shard_grads: gradients are reduce-scattered as a unit's backward ends, at every microbatch.
+        shard_grads: gradients are reduce-scattered as a unit's backward ends, in every microbatch.
         shard_optim: each rank steps only its slice.
-        param_dtype: dtype that the module computes in.
-        special_dtypes: parameter name -> another dtype for it. Their gradients are accumulated in fp32.
-        fp32_master: 16-bit parameters have fp32 master weights; false: the optimizer steps the parameters themselves.
-        grad_dtype: dtype in which gradients are kept between microbatches (`data_types.grad_accum_dtype`).
-        comm_dtype: dtype of gradients on the wire (`communication_data_type`); None: that of the parameters, or that in
-            which they were accumulated locally.
-        predivide: gradients are divided by this before they are reduced (`gradient_predivide_factor`); None: by the
-            number of ranks (`prescale_gradients`). The step does the rest of the division.
-        reduce_bucket_size: at most so many gradient elements are being reduced at once, and no collective
-            carries more.
+        param_dtype: the compute dtype of the module.
+        special_dtypes: parameter name -> a different dtype for it. The gradients of these are accumulated in
+            fp32.
+        fp32_master: 16-bit parameters have fp32 master weights; false: the optimizer steps the parameters
+            themselves.
+        grad_dtype: dtype of gradients between microbatches (`data_types.grad_accum_dtype`).
+        comm_dtype: dtype of gradients in collectives (`communication_data_type`); None: that of the
+            parameters, or the dtype of local accumulation.
+        predivide: divisor of the gradients before they are reduced (`gradient_predivide_factor`); None: the
+            number of ranks (`prescale_gradients`). The step applies the rest of the division.
+        reduce_bucket_size: maximum elements of gradients in reduction at once, and of a single collective.
         reduce_scatter: false: at stages 1 to 3 gradients are all-reduced, and each rank keeps its slice.
-        allgather_bucket_size: updated parameters come back in collectives of at most so many elements.
-        allgather_partitions: false: they come back by a broadcast from each rank.
-        overlap_comm: reductions run while backward goes on, and the next units are gathered ahead of use.
-        prefetch_bucket_size: elements gathered ahead of use (`stage3_prefetch_bucket_size`).
-        max_live_parameters: most elements gathered at once (`stage3_max_live_parameters`); the unit in use always is.
-        max_reuse_distance: a unit stays gathered when it is used again within so many elements.
+        allgather_bucket_size: maximum elements of one collective that all-gathers updated parameters.
+        allgather_partitions: false: updated parameters are broadcast from each rank instead.
+        overlap_comm: overlap reductions with the backward, and prefetch the next units.
+        prefetch_bucket_size: elements to gather ahead of use (`stage3_prefetch_bucket_size`).
+        max_live_parameters: maximum elements gathered at once (`stage3_max_live_parameters`); the unit in use
+            is always gathered.
+        max_reuse_distance: keep a unit gathered if it is used again within this many elements.
         persistence_threshold: parameters smaller than this are never sharded.
-        model_persistence_threshold: most elements that persist in total.
-        quantized_weights: parameters are gathered in blocks of 8-bit integers (`zero_quantized_weights`).
-        quantized_gradients: gradients are reduce-scattered in blocks of 4-bit integers (`zero_quantized_gradients`).
-        quantized_frozen: shards of frozen parameters rest in blocks of 8-bit integers.
-        compute_norm: the norm of the gradient is computed at each step.
-        apply_gathers: `Module.apply` sees and changes whole parameters (`override_module_apply`).
-        warn_of_order: a change of the order of use is reported (`log_trace_cache_warnings`).
-        checks: ranks compare what they did at each step (`enable_sanity_checks`).
+        model_persistence_threshold: maximum total elements of parameters that are not sharded because they
+            are small.
+        quantized_weights: gather parameters in blocks of 8-bit integers (`zero_quantized_weights`).
+        quantized_gradients: reduce-scatter gradients in blocks of 4-bit integers
+            (`zero_quantized_gradients`).
+        quantized_frozen: store the shards of frozen parameters in blocks of 8-bit integers.
+        compute_norm: compute the gradient norm in each step.
+        apply_gathers: `Module.apply` reads and modifies full parameters (`override_module_apply`).
+        warn_of_order: log a warning when the order of use changes (`log_trace_cache_warnings`).
+        checks: compare the ranks' collectives, parameters and gradients in each step
+            (`enable_sanity_checks`).
     """
 
     shard_params: bool = False
@@ -81,7 +86,7 @@ class ZeroPolicy:
         """Return the policy of DeepSpeed's `zero_optimization.stage`.
 
         Raises:
-            ConfigError: no such stage.
+            ConfigError: the stage does not exist.
         """
         if stage not in STAGES:
             raise ConfigError(

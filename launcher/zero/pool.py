@@ -1,4 +1,4 @@
-"""Buffers that live long and are used again: gathered parameters and gradients on their way to the reduction."""
+"""A pool of reusable buffers for gathered parameters and for gradients that are being reduced."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class BufferPool:
-    """Flat buffers by size.
+    """A pool of flat buffers, reused by size.
 
     Args:
-        idle: where they come from; default: memory of the device, kept for good.
+        idle: the cache that buffers are taken from; default: device memory that is never freed.
 
     Attributes:
-        occupants: who is unsharded where, by the address of the storage object.
-        take, give: those of `BufferCache`.
+        occupants: the unsharded flat buffer in each storage, by the address of the storage object.
+        take, give: the methods of `BufferCache`.
     """
 
     def __init__(self, device: torch.device, idle: BufferCache | None = None) -> None:
@@ -38,7 +38,7 @@ class BufferPool:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of idle buffers and of those in use."""
+        """Return the bytes of all buffers, idle and in use."""
         return self._idle.held
 
     @property

@@ -1,20 +1,22 @@
-"""Reduction of gradients: unit by unit, while earlier units still compute their backward.
+"""Gradient reduction: unit by unit, overlapped with the backward of earlier units.
 
 [Note: the order of reductions]
 
-Collectives match by order: all ranks must start the same ones in the same order. Gradients may arrive in another order
-on another rank, or not at all. So the order is fixed before anything runs: units in reverse of registration, the root
-unit last. A unit that is ready before its turn waits for it. Units without some or all of their gradients contribute
-zeros: when the backward has passed them ([Note: a gradient may not come] in hooks.py), or at its end.
+Collectives match by order, so all ranks must start the same ones in the same order. Gradients may arrive in a
+different order on another rank, or not at all. The order is therefore fixed in advance: units in reverse
+order of registration, the root unit last. A unit that is ready before its turn waits. A unit that misses some
+or all of its gradients contributes zeros, either when the backward has passed it
+([Note: a gradient may not come] in hooks.py) or at the end of the backward.
 
 [Note: who frees a gradient when]
 
-`collect` moves the leaves' gradients into one buffer and takes them from the leaves at once: from then on only the
-buffer is held. Where gradients are sharded it comes from the pool, and goes back in `FlatGradient.done`, after all of
-its buckets were waited for: peers may read it until then. Reductions run on while the next unit computes, and would
-pile up where the network is slower. So when a unit becomes ready, reductions older than UNITS_IN_FLIGHT units are
-waited for; and before a bucket starts, until it and those in flight have at most `reduce_bucket_size` elements. The
-second hop of a gradient, and the listener's step, begin where the sum is complete: in the wait for its last bucket.
+`collect` moves the leaves' gradients into one buffer and clears them on the leaves, so from then on only the
+buffer is held. For sharded gradients the buffer comes from the pool. `FlatGradient.done` returns it after the
+wait for all its buckets, because the collectives may read it until then. Reductions overlap with the backward
+of the next unit and would pile up on a slow network. So when a unit becomes ready, reductions older than
+UNITS_IN_FLIGHT units are waited for. Before a bucket starts, earlier ones are waited for until all buckets in
+flight together have at most `reduce_bucket_size` elements. The second hop of a gradient, and the listener's
+step, start once the sum is complete: in the wait for its last bucket.
 """
 
 from __future__ import annotations
@@ -32,35 +34,36 @@ from launcher.zero.policy import ZeroPolicy
 from launcher.zero.unit import Unit
 
 UNITS_IN_FLIGHT = 1
-"""Units whose sharded gradients are reduced while the next unit computes: see [Note: who frees a gradient when]."""
+"""Number of units whose sharded gradients may be in reduction while the next unit computes: see
+[Note: who frees a gradient when]."""
 
 
 def order_of_reduction(units: list[Unit]) -> list[Unit]:
-    """Return the units with trainable parameters in reverse order of registration, but the root unit stays last."""
+    """Return the units with trainable parameters in reverse order of registration, the root unit last."""
     *blocks, root = units
     return [unit for unit in (*reversed(blocks), root) if unit.gradients]
 
 
 class ReduceListener(Protocol):
-    """A user of gradients as soon as they are reduced, in the last microbatch of a step."""
+    """Consumes gradients as soon as they are reduced, in the last microbatch of a step."""
 
     def on_reduce_start(self, gradient: FlatGradient) -> None:
-        """Its reduction has started."""
+        """Called when the reduction of `gradient` starts."""
 
     def on_reduced(self, gradient: FlatGradient) -> bool:
-        """It is reduced; return True if nobody needs it any more."""
+        """Called when `gradient` is reduced; return True if it is not needed any more."""
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """The plan for the gradients of the coming backward. The engine makes one for each microbatch.
+    """How to handle the gradients of the next backward. The engine makes one plan for each microbatch.
 
     Args:
-        reduces: False keeps them on the leaves, as inside `no_sync`.
-        last: The microbatch is the last one of a step.
-        listener: Uses gradients as soon as they are reduced; only in the last microbatch.
-        blocks: Names of the units that it goes through, the root unit apart; None: possibly all. An
-            empty collection: only gradients of weights come; nothing that needs parameters is computed.
+        reduces: False leaves the gradients on the leaves, as inside `no_sync`.
+        last: This is the last microbatch of a step.
+        listener: Consumes gradients as soon as they are reduced, only in the last microbatch.
+        blocks: Names of the units that the backward passes through, without the root unit; None: possibly
+            all. An empty collection means that only weight gradients are computed, which needs no parameters.
     """
 
     reduces: bool = True
@@ -69,18 +72,19 @@ class BackwardPlan:
     blocks: Collection[str] | None = None
 
     def enters(self, unit: str) -> bool:
-        """Return whether it goes through the unit of that name."""
+        """Return whether the backward passes through the unit of that name."""
         return self.blocks is None or unit in self.blocks
 
 
 class ReduceInFlight(NamedTuple):
-    """A bucket of a gradient on its way. It is dropped after its wait: see [Note: who frees a gradient when].
+    """A bucket of a gradient that is being reduced. It is dropped after its wait: see
+    [Note: who frees a gradient when].
 
     Args:
-        turn: of its unit in the order.
-        elements: of the bucket.
-        full: the buffer that this is the last bucket of; None: others follow.
-        last: it was started in the last microbatch of a step.
+        turn: the position of its unit in the reduction order.
+        elements: the number of elements in the bucket.
+        full: the buffer, if this is its last bucket; None: more buckets follow.
+        last: the reduction was started in the last microbatch of a step.
     """
 
     turn: int
@@ -95,11 +99,11 @@ class Reducer:
     """Collects and reduces the gradients of units.
 
     Args:
-        order: every unit with trainable parameters, in the order of reduction.
+        order: all units with trainable parameters, in the order of reduction.
         policy: bucket size and overlap.
 
     Attributes:
-        in_flight: buckets being reduced, the oldest first.
+        in_flight: buckets that are being reduced, oldest first.
     """
 
     def __init__(self, order: list[Unit], policy: ZeroPolicy) -> None:
@@ -107,15 +111,15 @@ class Reducer:
         self.gradients = [gradient for unit in order for gradient in unit.gradients]
         self.plan = BackwardPlan()
         self.unsent = False  # the leaves hold gradients of a backward inside no_sync
-        self.measured = False  # the norm of this step was taken: nothing more may come before it is over
+        self.measured = False  # the norm of this step is computed: no further gradients may arrive in it
         self._turn = 0
         self._ready: set[Unit] = set()
         self.in_flight: deque[ReduceInFlight] = deque()
-        self._elements = 0  # of those
-        self._second_hops: list[Pending] = []  # of gradients that have one
+        self._elements = 0  # in flight
+        self._second_hops: list[Pending] = []  # of the gradients that have a second hop
 
     def ready(self, unit: Unit) -> None:
-        """Reduce `unit`, all of whose gradients have come in this backward, when it is its turn."""
+        """Mark `unit` as having all its gradients, and reduce every unit whose turn has come."""
         self._ready.add(unit)
         while (following := self.awaited) and following in self._ready:  # see [Note: the order of reductions]
             self._launch(following)
@@ -125,14 +129,15 @@ class Reducer:
             self._wait_oldest()
 
     def finish(self) -> None:
-        """Launch what is left of the backward, in order, and wait for everything."""
+        """Launch the remaining reductions of the backward, in order, and wait for all of them."""
         for unit in self.left:
             self._launch(unit)
         self.drain()
         self.unsent = not self.plan.reduces
 
     def flush(self) -> None:
-        """Reduce what was accumulated without communication: the step comes after backwards that did not know it."""
+        """Reduce gradients that were accumulated without communication, because the backward did not know
+        that a step would follow."""
         for gradient in self.gradients:
             if self.holds_local(gradient):
                 self._reduce(gradient, gradient.collect())
@@ -140,11 +145,12 @@ class Reducer:
         self.unsent = False
 
     def holds_local(self, gradient: FlatGradient) -> bool:
-        """Return whether what has come since the last reduction is this rank's alone; the same on all ranks."""
+        """Return whether the gradients since the last reduction are local to this rank; the same on all
+        ranks."""
         return self.unsent if gradient.sharded else not gradient.reduced
 
     def drain(self) -> None:
-        """Wait for what is under way, launch no more, and be ready for the next backward."""
+        """Wait for the reductions in flight without launching more, and reset for the next backward."""
         while self.in_flight:
             self._wait_oldest()
         while self._second_hops:
@@ -154,7 +160,7 @@ class Reducer:
 
     @property
     def awaited(self) -> Unit | None:
-        """Return the unit whose turn is next; None: the last one is on its way."""
+        """Return the unit whose turn is next, or None after the last one was launched."""
         return self.order[self._turn] if self._turn < len(self.order) else None
 
     @property
@@ -197,7 +203,7 @@ class Reducer:
         self._elements -= oldest.elements
 
     def _complete(self, gradient: FlatGradient, full: Tensor, last: bool) -> None:
-        """Take over a collected gradient, all of whose buckets have been waited for."""
+        """Finish a gradient after the wait for all its buckets."""
         gradient.done(full)
         if last and gradient.second_hop is not None:
             self._second_hops.append(gradient.second_hop.start())

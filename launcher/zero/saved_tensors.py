@@ -1,13 +1,14 @@
-"""The tensors that autograd saves of unsharded parameters: a place in a flat buffer, not the memory of that moment.
+"""Packing of tensors that autograd saves: a position in a flat buffer instead of a reference to its memory.
 
 [Note: saved tensors must not keep buffers alive]
 
-Autograd saves weights for the backward. They are views of an unsharded buffer, and would keep it alive from forward to
-backward: then resharding would free nothing. So while the model runs, a saved tensor whose storage is a buffer that
-`BufferPool.occupants` knows is packed as (flat buffer, size, stride, offset), and unpacked in the backward from the
-buffer that is there then. Unpacking is also a sign that a unit's backward begins (`Hooks.enter_backward`).
-A view that was saved elsewhere all the same costs memory, never correctness: `BufferCache.take` does not hand out a
-buffer whose storage somebody still refers to.
+Autograd saves weights for the backward. They are views of an unsharded buffer and would keep it alive from
+forward to backward, so resharding would free nothing. While the model runs, a saved tensor whose storage
+belongs to a buffer in `BufferPool.occupants` is therefore packed as (flat buffer, size, stride, offset). In
+the backward it is unpacked from the buffer that holds the parameters then. Unpacking also signals that the
+backward of a unit begins (`Hooks.enter_backward`).
+A view that is saved without packing costs memory but never correctness: `BufferCache.take` does not hand out
+a buffer whose storage is still referenced.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ PackedTensor = tuple[FlatBuffer, torch.Size, tuple[int, ...], int | torch.SymInt
 
 
 class TensorPacking:
-    """Packs what autograd saves of flat buffers, between `start` and `stop`.
+    """Packs tensors that autograd saves from flat buffers, between `start` and `stop`.
 
     Args:
-        occupants: flat buffers by the address of the storage that their parameters are in.
-        before_unpack: called in a backward with the buffer that is needed; parameters are there when it returns.
+        occupants: flat buffers by the address of the storage that holds their parameters.
+        before_unpack: called in a backward with the flat buffer of the tensor; it must be unsharded when this
+            returns.
 
     Attributes:
-        enabled: there may be something to pack.
-        plain_types: tensors of these are looked at; others wrap what they are made of.
+        enabled: whether there is anything to pack.
+        plain_types: tensor types to inspect; other subclasses wrap plain tensors, which are packed instead.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class TensorPacking:
         return bool(self._active)
 
     def start(self) -> bool:
-        """Pack what is saved for backward, from now on; return whether that is new. Who else takes what is saved, as
-        torch.utils.checkpoint does to compute it again, must find it as it is."""
+        """Start packing; return whether this call has started it. Does nothing if other saved-tensor hooks
+        are active: torch.utils.checkpoint, for example, must see the tensors unchanged."""
         taken = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         starts = torch.is_grad_enabled() and self.enabled and not taken
         if starts:
@@ -59,7 +61,7 @@ class TensorPacking:
         return starts
 
     def stop(self) -> None:
-        """End what the last `start` has begun."""
+        """Undo the last `start`."""
         self._active.pop().__exit__(None, None, None)
 
     def _pack(self, tensor: Tensor) -> Tensor | PackedTensor:

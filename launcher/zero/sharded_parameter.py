@@ -1,4 +1,4 @@
-"""A stand-in for a sharded parameter in its module: true shape, dtype and name, no data."""
+"""A placeholder for a sharded parameter in its module: its full shape, dtype and name, but no data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from launcher.zero.features.user_gradients import GradientElsewhere
 
 
 class ParameterHolder(Protocol):
-    """Knows where the values of a parameter are: a slot of a flat buffer, or `PartitionedParam` before there is one.
+    """Tracks where the values of a parameter are: a slot of a flat buffer, or a `PartitionedParam` before
+    flat buffers exist.
 
     Attributes:
-        name: for messages.
+        name: used in messages.
         whole: all values, while they are gathered.
     """
 
     def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
-        """Return the context of an operation on the values. They are gathered in it where all ranks build the model,
-        and so do the same to it; anywhere else it does nothing."""
+        """Return the context in which an operation on the values runs.
+
+        While a model is being built, all ranks run the same operations, so the values are gathered inside the
+        context. Otherwise it does nothing.
+        """
         ...
 
     @property
@@ -41,7 +45,7 @@ class ParameterHolder(Protocol):
 
 
 class _Both:
-    """Handles of one hook in two places."""
+    """The handles of one hook that is registered on several tensors."""
 
     def __init__(self, *handles: Any) -> None:
         self._handles = handles
@@ -55,8 +59,11 @@ _METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class Unwritten:
-    """The memory of a sharded parameter, on a rank that only asks which it is: each handle says another, for of tied
-    ones the values would be read next."""
+    """A stand-in for the storage of a sharded parameter, on a rank that only needs its identity.
+
+    Each handle reports a different address: handles with the same one would be taken for tied parameters,
+    whose values are read next.
+    """
 
     def __init__(self, parameter: ShardedParameter) -> None:
         self._parameter = parameter
@@ -72,15 +79,17 @@ class Unwritten:
 
 
 class ShardedParameter(GradientElsewhere, torch.Tensor):
-    """A parameter of which this rank holds a slice. While it is gathered every operation acts on the full data;
-    at any other time touching the data raises `ShardedParameterError` with the parameter's name.
+    """A parameter of which this rank holds a slice.
+
+    While it is gathered, every operation acts on the full data. At any other time, access to the data raises
+    `ShardedParameterError` with the parameter's name.
 
     Args:
-        holder: knows where its values are.
-        derived: a detached one or an alias, of which autograd says itself whether it needs a gradient.
+        holder: tracks where the values are.
+        derived: this is a detached copy or an alias; autograd determines whether it requires a gradient.
     """
 
-    _is_param = True  # isinstance(x, nn.Parameter) is true: optimizers and HF code ask for it
+    _is_param = True  # makes isinstance(x, nn.Parameter) true, which optimizers and HF code check
     zero_holder: ParameterHolder
 
     @staticmethod
@@ -109,7 +118,7 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
                     stack.enter_context(value.zero_holder.touched(changed=func._schema.is_mutable))
             return func(*tree_map(data_of, args), **tree_map(data_of, kwargs or {}))
 
-    # What torch answers for tensor subclasses without asking __torch_dispatch__:
+    # Methods that torch does not route through __torch_dispatch__ for tensor subclasses:
 
     def tolist(self) -> Any:
         return self._whole("tolist()").tolist()
@@ -132,23 +141,24 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
         )
 
     def contiguous(self, *args: Any, **keywords: Any) -> torch.Tensor:
-        """Return what is about to be written; it would be itself, and be written as nothing."""
+        """Return the gathered values, which are about to be saved. torch's method would return the handle
+        itself, which has no data to save."""
         with self.zero_holder.touched(changed=False):
             return self._whole("contiguous()").contiguous(*args, **keywords)
 
     def _only_looked_at(self) -> bool:
-        """Return whether a parameter is only looked at. Hugging Face's `save_pretrained` is called on every rank, with
-        the weights on rank 0. The others write the weights on rank 0. The others write nothing, and only look at their
-        parameters."""
+        """Return whether this rank inspects the parameter without its data. Hugging Face's `save_pretrained`
+        runs on every rank, but only rank 0 holds the gathered weights and writes them; the other ranks only
+        inspect their parameters."""
         return self.zero_holder.whole is None and dist.is_initialized() and dist.get_rank() > 0
 
     def data_ptr(self) -> int:
-        """Return 0 while it is sharded."""
+        """Return the address of the gathered data, or 0 while the parameter is sharded."""
         whole = self.zero_holder.whole
         return 0 if whole is None else whole.data_ptr()
 
     def register_hook(self, hook: Any) -> Any:
-        """Register a hook as on a plain parameter: gradients come to what stands in its place while it is gathered."""
+        """Register a gradient hook on the handle and on its leaf, which replaces it while gathered."""
         leaf = getattr(self.zero_holder, "leaf", None)
         if leaf is None:
             raise self._too_early("register_hook()")

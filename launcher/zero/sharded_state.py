@@ -1,4 +1,4 @@
-"""The state of a flat buffer's parameters on a rank, and what features may add to that."""
+"""The sharding state of a flat buffer's parameters, and the protocols of features that extend it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from launcher.offload.offloaded import OffloadedTensor
 
 
 class ShardedState(Enum):
-    """The state of a flat buffer's parameters in this rank's memory.
+    """The state of a flat buffer's parameters, by what is in this rank's memory.
 
-    REPLICATED: all of them, for good: they are not sharded.
-    SHARDED: the shard; modules show handles.
-    UNSHARDING: the shard, and a buffer of the pool that an all-gather fills: nobody may read it yet.
-    UNSHARDED: the shard, and all of them in that buffer; modules show leaves.
+    REPLICATED: all parameters, permanently; they are not sharded.
+    SHARDED: only the shard; modules hold handles.
+    UNSHARDING: the shard, and a pool buffer that an all-gather is filling and that must not be read yet.
+    UNSHARDED: the shard, and all parameters in that buffer; modules hold leaves.
     """
 
     REPLICATED = "replicated"
@@ -27,34 +27,34 @@ class ShardedState(Enum):
 
 
 class UnshardInFlight(NamedTuple):
-    """An all-gather under way. Whoever drops it before the wait gives memory away that peers still fill."""
+    """An all-gather in flight. Dropping it before the wait would free memory that is still written to."""
 
     buffer: Tensor
     pending: Pending
 
 
 class GatherFeature(Protocol):
-    """A feature that may unshard a flat buffer in its own way (`zero/features/`); a plain run has none."""
+    """A feature that may unshard a flat buffer in its own way (`zero/features/`). A plain run has none."""
 
     def gather(self, buffer: Tensor, phase: str, tag: str) -> Pending | None:
-        """Start to fill `buffer`; None: another way has to be taken."""
+        """Start to fill `buffer`, or return None to leave it to the next feature or the plain all-gather."""
 
     def on_unsharded(self, full: Tensor) -> None:
-        """All parameters are there."""
+        """Called when all parameters are gathered."""
 
     def on_change(self) -> None:
-        """The shards have other values from now on."""
+        """Called when the values of the shards have changed."""
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of parameters that it keeps between steps."""
+        """Return the bytes of parameters that the feature keeps between steps."""
 
 
 class PackedShard(Protocol):
-    """A shard that is kept in fewer bits than it is computed with."""
+    """A shard that is stored in fewer bits than the compute dtype."""
 
     def pack(self) -> None:
-        """Take the values of the buffer's master weights or shard, and let those go."""
+        """Pack the values of the buffer's master weights or shard, and release these."""
 
     def unpack(self) -> OffloadedTensor:
-        """Return the values, until `pack`."""
+        """Return the unpacked values, valid until `pack`."""

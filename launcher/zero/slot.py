@@ -1,4 +1,4 @@
-"""One parameter's place in a flat buffer, and the part of a parameter that a rank owns."""
+"""A parameter's position in a flat buffer, and the slice of a parameter that a rank owns."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class ParamSlot:
     """One parameter of a flat buffer.
 
     Args:
-        name: the name that named_parameters() gives, the first one for tied parameters.
-        split: which elements of the logical parameter this rank holds.
-        split_axis: along it the ranks hold the others: tp or, for experts, ep.
-        leaf: what autograd differentiates.
-        owners: every (module, attribute) that shows this parameter; more than one for tied parameters.
-        holders: the pipeline stages that hold this parameter, each with its term of the gradient.
-        used: a gradient arrived since the last step.
+        name: the name in named_parameters(), the first one for tied parameters.
+        split: the elements of the logical parameter that this rank holds.
+        split_axis: the axis whose other ranks hold the other elements: tp or, for experts, ep.
+        leaf: the parameter that autograd differentiates.
+        owners: every (module, attribute) that refers to the parameter; more than one for tied parameters.
+        holders: the pipeline stages that hold the parameter, each with a term of the gradient.
+        used: a gradient has arrived since the last step.
 
     Attributes:
-        shape, numel: of the local parameter, which is the logical one where nothing is split.
-        flat, offset, span: the flat buffer that it lies in, its first element there, and its range.
-        handle: what stands in the modules while the buffer is sharded.
+        shape, numel: those of the local parameter, which equals the logical one if nothing is split.
+        flat, offset, span: the flat buffer that contains it, the offset of its first element, and its range.
+        handle: the parameter in the modules while the buffer is sharded.
     """
 
     name: str
@@ -61,17 +61,17 @@ class ParamSlot:
         self.numel: int = self.shape.numel()
 
     def place(self, flat: FlatBuffer, offset: int) -> None:
-        """Give it its place in a flat buffer."""
+        """Assign a position in a flat buffer."""
         self.flat, self.offset, self.span = flat, offset, slice(offset, offset + self.numel)
 
     @property
     def logical_numel(self) -> int:
-        """Return the elements of the logical parameter."""
+        """Return the number of elements of the logical parameter."""
         return self.split.shape.numel()
 
     @property
     def padded_numel(self) -> int:
-        """Return the elements that the flat buffer keeps for it: the same number on all tp ranks."""
+        """Return the number of elements reserved in the flat buffer, the same on all tp ranks."""
         return self.split.padded_numel
 
     @property
@@ -88,34 +88,35 @@ class ParamSlot:
 
     @property
     def is_watched(self) -> bool:
-        """Return whether a hook of somebody else's is called with its gradient."""
+        """Return whether a hook other than our own is called with its gradient."""
         ours = 1  # `LastHook`
         return bool(self.leaf._backward_hooks) or len(self.leaf._post_accumulate_grad_hooks or ()) > ours
 
     @property
     def whole(self) -> Tensor | None:
-        """Return the local parameter while it is there."""
+        """Return the local parameter while it is unsharded, else None."""
         return self.leaf.data if self.flat.is_unsharded else None
 
     def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
-        """Do nothing: units are unsharded by their model."""
+        """Do nothing: the model unshards the units."""
         return nullcontext()
 
     def show(self, parameter: Tensor) -> None:
-        """Put `parameter` (the leaf or the handle) into every module that owns this slot."""
+        """Install `parameter` (the leaf or the handle) in every module that owns this slot."""
         for module, attribute in self.owners:
             module._parameters[attribute] = parameter  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """The part of one parameter that this rank owns.
+    """The slice of one parameter that this rank owns.
 
     Args:
-        name: of the logical parameter.
-        split: which elements of it are local.
-        start, stop: flat element range of the local parameter.
-        part: of the master weights: fp32 (the parameter's own dtype when frozen, or without fp32_master).
+        name: the name of the logical parameter.
+        split: the elements of the logical parameter that are local.
+        start, stop: element range of the flattened local parameter.
+        part: the slice of the master weights: fp32 (the parameter's own dtype if frozen, or without
+            fp32_master).
     """
 
     name: str
@@ -126,7 +127,7 @@ class ParamSlice:
 
     @property
     def data(self) -> Tensor:
-        """Return a writable view [stop - start]; bring in what is offloaded."""
+        """Return a writable view [stop - start], loading it if it is offloaded."""
         return self.part.load()
 
     @property

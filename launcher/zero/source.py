@@ -1,4 +1,4 @@
-"""The source of the first values of parameters: the model as it is, or a model on meta that is made unit by unit."""
+"""Sources of initial parameter values: the model as it is, or a model on meta materialized unit by unit."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from torch import Tensor, nn
 from launcher.tensor.split import BoxReader
 from launcher.zero.slot import ParamReader, ParamSlot
 
-# gives real, initialised values to what a module owns directly: (root, module's name, module) -> None
+# initialises the parameters and buffers that a module owns directly: (root, module's name, module) -> None
 MakeModule = Callable[[nn.Module, str, nn.Module], None]
 
 
 class ParamSource(Protocol):
-    """Gives the values of a group of parameters, and only while asked for them."""
+    """Provides the values of a group of parameters while it is open for them."""
 
     def open(self, slots: list[ParamSlot]) -> AbstractContextManager[ParamReader]:
-        """Return a context in which the reader knows the parameters of `slots`; leaving it frees what it made."""
+        """Return a context that yields a reader for the parameters of `slots`; leaving it frees the values
+        made for it."""
         ...
 
 
 class ModelValues:
-    """The values that the model has now; where it is split, the local ones."""
+    """The current values of the model; local values if it is split."""
 
     @contextmanager
     def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
@@ -36,14 +37,15 @@ class ModelValues:
 
 
 class MadeOnMeta:
-    """Values for a model on meta, made module by module.
+    """Initial values for a model on meta, created module by module.
 
-    One group of parameters at a time exists whole, on the CPU, on every rank.
+    Only one group of parameters at a time exists unsharded, on the CPU of every rank.
 
     Args:
         model: the whole model.
         make: see `MakeModule`; for example launcher.models.initialize.initializer with a seed.
-        owner_of_tied: (module name, attribute) -> the place that `make` gives its value to, for tied parameters.
+        owner_of_tied: for tied parameters: (module name, attribute) -> the (module name, attribute) that
+            `make` initialises.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class MadeOnMeta:
         self._take_shapes_of(model)
 
     def keep_whole(self) -> None:
-        """Make the model from now on as it is at this moment, on meta: its parameters are about to be split."""
+        """Keep a copy of the model on meta, and create values for that from now on. Call before parameters
+        are split."""
         self._take_shapes_of(copy.deepcopy(self.model))
 
     def _take_shapes_of(self, root: nn.Module) -> None:
@@ -81,7 +84,7 @@ class MadeOnMeta:
 
     @contextmanager
     def _materialized(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the module's own parameters and buffers are real and have their first values."""
+        """Give the module's own parameters and buffers real memory and initial values inside the `with`."""
         parameters, buffers = dict(module._parameters), dict(module._buffers)
         try:
             with torch.no_grad():
@@ -99,7 +102,7 @@ class MadeOnMeta:
             module._buffers.update(buffers)
 
     def make_buffers(self, device: torch.device) -> None:
-        """Give values to every buffer that is still on meta."""
+        """Initialise every buffer that is still on meta."""
         for name, module in self.model.named_modules():
             if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
                 whole = self._modules[name]
@@ -110,11 +113,12 @@ class MadeOnMeta:
 
 
 class StoredValues(MadeOnMeta):
-    """Values that are read from a store by boxes of logical parameters: a rank reads only what it keeps.
+    """Values read from a store, by boxes of logical parameters: each rank reads only the elements that it
+    keeps.
 
     Args:
         model: the whole model, on meta.
-        make: gives values to buffers that the store does not have.
+        make: initialises buffers that the store does not contain.
         read: parameter name -> reader of its boxes.
     """
 

@@ -1,4 +1,4 @@
-"""A unit: the part of a model that is gathered, freed and reduced together."""
+"""A unit: a part of a model that is gathered, freed and reduced together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from launcher.zero.slot import ParamSlot
 
 
 class BackwardState(Enum):
-    """The progress of the present backward with a unit.
+    """The progress of a unit in the current backward.
 
-    IDLE: it has not come to it, or there is none.
-    BACKWARD: from the first use of its parameters in the backward on, until it is over.
-    RECOMPUTED: the same, and its forward has run again inside (activation checkpointing): autograd has saved its
-        leaves as they are, so they are kept while they may be needed.
-    PASSED: the backward has come to other units, and needs this one no more.
+    IDLE: no backward is running, or it has not reached the unit.
+    BACKWARD: from the first use of the unit's parameters in the backward until its backward ends.
+    RECOMPUTED: like BACKWARD, and the unit's forward has been recomputed (activation checkpointing). Autograd
+        has saved its leaves unpacked, so they are kept as long as they may be needed.
+    PASSED: the backward has moved on to other units and does not need this one any more.
     """
 
     IDLE = "idle"
@@ -32,23 +32,23 @@ class Unit:
     """A transformer block, an embedding or head, or the rest of the model (the root unit).
 
     Args:
-        name: module path; "root" for the rest.
+        name: the module path; "root" for the rest.
         module: the module whose forward uses the parameters.
         flats: its flat buffers.
-        gradients: of those that are trained.
+        gradients: the gradients of the trainable flat buffers.
     """
 
     def __init__(
         self, name: str, module: nn.Module, flats: list[FlatBuffer], gradients: list[FlatGradient]
     ) -> None:
         self.name, self.module, self.flats, self.gradients = name, module, flats, gradients
-        self.numel = sum(flat.numel for flat in flats if flat.sharded)  # what a gather costs
+        self.numel = sum(flat.numel for flat in flats if flat.sharded)  # elements moved by one gather
         self.held = False  # GatheredParameters keeps it unsharded
         self.backward_state = BackwardState.IDLE
-        self.arrived = 0  # leaves whose gradient has come in this backward
+        self.arrived = 0  # leaves whose gradient has arrived in this backward
         self.expected = sum(len(gradient.flat.slots) for gradient in gradients)
         self.ran: tuple[int, int] | None = None
-        """Numbers of its first and last forward since the last backward."""
+        """The numbers of its first and last forward since the last backward."""
         self._partly_frozen = any(flat.sharded and not flat.trainable for flat in flats)
 
     @property
@@ -57,7 +57,7 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Return whether all its parameters can be used."""
+        """Return whether all its parameters are available."""
         return all(flat.is_unsharded for flat in self.flats)
 
     @property
@@ -69,50 +69,50 @@ class Unit:
 
     @property
     def in_backward(self) -> bool:
-        """Return whether its parameters are in use in the present backward."""
+        """Return whether its parameters are in use in the current backward."""
         return self.backward_state in (BackwardState.BACKWARD, BackwardState.RECOMPUTED)
 
     @property
     def has_all_gradients(self) -> bool:
-        """Return whether all leaves have got theirs in this backward, or there are none."""
+        """Return whether all leaves have got their gradient in this backward; true without leaves."""
         return self.arrived == self.expected
 
     @property
     def may_need_frozen(self) -> bool:
-        """Return whether its frozen parameters may be needed after its last gradient: autograd has saved them."""
+        """Return whether frozen parameters may be needed after the last gradient: autograd has saved them."""
         return self.backward_state is BackwardState.RECOMPUTED and self._partly_frozen
 
     def ran_as(self, number: int) -> None:
-        """Note a forward."""
+        """Record the number of a forward."""
         self.ran = (self.ran[0] if self.ran else number, number)
 
     def to_backward(self) -> None:
-        """Begin its backward, if that has not begun."""
+        """Enter the backward, unless already in the RECOMPUTED state."""
         if self.backward_state is not BackwardState.RECOMPUTED:
             self.backward_state = BackwardState.BACKWARD
 
     def to_recomputed(self) -> None:
-        """Note that its forward runs again in the backward."""
+        """Record that its forward is recomputed in the backward."""
         self.backward_state = BackwardState.RECOMPUTED
 
     def to_passed(self) -> None:
-        """Note that the backward has come to units before it."""
+        """Record that the backward has moved on to earlier units."""
         self.backward_state = BackwardState.PASSED
 
     def to_idle(self) -> None:
-        """Forget a backward that is over."""
+        """Reset after a backward."""
         self.backward_state, self.arrived, self.ran = BackwardState.IDLE, 0, None
 
     # ---- its parameters ---------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Start bringing its shards in."""
+        """Start loading its shards."""
         for flat in self.flats:
             if flat.sharded:
                 flat.fetch()
 
     def rest(self) -> None:
-        """Let go of shards that nobody needed."""
+        """Release shards that were loaded but not used."""
         for flat in self.flats:
             flat.rest()
 
@@ -129,7 +129,7 @@ class Unit:
             flat.reshard()
 
     def owners(self) -> Iterator[nn.Module]:
-        """Yield the modules that show its sharded parameters."""
+        """Yield the modules that own its sharded parameters."""
         return (
             owner for flat in self.flats if flat.sharded for slot in flat.slots for owner, _ in slot.owners
         )

@@ -1,25 +1,26 @@
-"""Unsharding and resharding of units: follows the order of use recorded in an earlier iteration.
+"""Unsharding and resharding of units, with prefetch in the order of use recorded in an earlier iteration.
 
-The order of use is recorded once, from the start of a forward to the end of its backward (or of the forward alone,
-without gradients), and followed from then on: the next units are unsharded ahead of use. A unit that is used out of
-order is unsharded when it is met, and the order is recorded again. Nothing depends on the recording but speed.
+The order of use is recorded once, from the start of a forward to the end of its backward (or of the forward
+alone, without gradients), and followed from then on: the next units are unsharded ahead of use. A unit that
+is used out of order is unsharded on use, and the order is recorded again. The recording affects only speed.
 
 [Note: who reshards a unit when]
 
     after its forward           `leave`, unless it is used again soon (`Unsharder._reused_soon`)
-    after its backward          the hooks, when its last gradient has come (`Hooks._finish`)
+    after its backward          the hooks, when its last gradient has arrived (`Hooks._finish`)
     a unit without gradients    the hooks, when the backward enters the next unit (`Hooks._free_passed_units`)
-    the root unit, what is left `end`, at the end of the backward or of a forward without gradients
-    held by GatheredParameters  its `with`, at the end (`Unit.held`); nobody else
-    inside `keeping`            nobody before its end: many forwards come, as in generation
+    root unit, remaining units  `end`, at the end of the backward or of a forward without gradients
+    held by GatheredParameters  the end of its `with` (`Unit.held`), nothing else
+    inside `keeping`            nothing before its end: many forwards follow, as in generation
 
 [Note: all ranks gather alike]
 
-Gathers match by order, too, and only the same forward and backward on all ranks fixes theirs: each gathers what its
-forward and backward meet, and ahead of that what the recorded order says. So what is gathered ahead depends on nothing
-that may differ between ranks: on the policy's sizes and the order, never on time, on free memory, or on whether a shard
-has been read from its tier. A shard that has not been asked for stops the gathering ahead (`_prefetch`): waiting for it
-here would stop this rank while the others go on.
+Gathers match by order, too, and that order is the same only because all ranks run the same forward and
+backward: each rank gathers the units that these reach, and prefetches by the recorded order. Prefetching must
+therefore depend on nothing that may differ between ranks: only on the sizes in the policy and on the order,
+never on time, on free memory, or on whether a shard has been read from its tier. A shard that has not been
+requested yet ends the prefetch (`_prefetch`): waiting for it here would stall this rank while the others
+continue.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class Following(Enum):
-    """The use that the unsharder makes of the order of use.
+    """How the unsharder uses the order of use.
 
-    RECORDING: it writes the order down; nothing is unsharded ahead.
-    FOLLOWING: it unshards ahead by the recorded order.
+    RECORDING: the order is recorded; nothing is unsharded ahead.
+    FOLLOWING: units are unsharded ahead in the recorded order.
     """
 
     RECORDING = "recording"
@@ -47,14 +48,14 @@ class Following(Enum):
 
 
 class Unsharder:
-    """Gathers units before use and frees them after it.
+    """Gathers units before use and frees them afterwards.
 
     Args:
-        policy: prefetch size, live limit, reuse distance.
-        ahead, units_ahead: of offloaded units, how many elements and units ahead of use may be in memory, as shards
-            or gathered; at least one unit.
-        saves_memory: gathered buffers lie in the host memory that offload is to save: each is freed at once, and only
-            one unit is gathered ahead.
+        policy: prefetch size, limit of live parameters, reuse distance.
+        ahead, units_ahead: limits of the elements and units of offloaded parameters that may be in memory
+            ahead of use, as shards or gathered; at least one unit is.
+        saves_memory: gathered buffers use the same host memory that offload is meant to save: each is freed
+            at once, and only one unit is gathered ahead.
     """
 
     def __init__(
@@ -74,19 +75,19 @@ class Unsharder:
         self._with_grad = False
         self._active = False
         self.unsharded: dict[Unit, None] = {}  # in order of gathering
-        self.keeps = False  # gather once and free nothing: many forwards and backwards come
+        self.keeps = False  # gather once and free nothing: many forwards and backwards follow
 
     # ---- one iteration ----------------------------------------------------------------------
 
     def begin(self, with_grad: bool) -> None:
-        """Begin a forward of the whole model."""
+        """Start an iteration with a forward of the whole model."""
         self._with_grad, self._active, self._next = with_grad, True, 0
         known = self._orders.get(with_grad)
         self._mode = Following.FOLLOWING if known else Following.RECORDING
         self._order = known or []
 
     def end(self) -> None:
-        """End the iteration: keep a recording, free what is still gathered."""
+        """End the iteration: store a recorded order and free all gathered units."""
         if self._active and self._mode is Following.RECORDING:
             self._orders[self._with_grad] = self._order
         self._active = False
@@ -97,7 +98,7 @@ class Unsharder:
         self._fetched.clear()
 
     def use(self, unit: Unit, phase: str) -> None:
-        """Have `unit` unsharded when this returns, and the gathers of the next ones under way."""
+        """Unshard `unit` before this returns, and start the gathers of the next units."""
         if not unit.sharded:
             return
         self._advance(unit)
@@ -106,12 +107,12 @@ class Unsharder:
         unit.wait_for_unshard()
 
     def leave(self, unit: Unit) -> None:
-        """Free `unit` after its forward unless the order says that it is used again soon."""
+        """Free `unit` after its forward, unless it is used again soon in the recorded order."""
         if unit.sharded and not self._reused_soon(unit):
             self.reshard(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Give a unit up, unless somebody keeps it: see [Note: who reshards a unit when]."""
+        """Free a unit, unless something holds it: see [Note: who reshards a unit when]."""
         if self.keeps or unit.held:
             return
         unit.reshard()
@@ -121,7 +122,7 @@ class Unsharder:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Inside, what was gathered stays."""
+        """Keep gathered units until the end of the `with`."""
         self.keeps = True
         try:
             yield
@@ -131,7 +132,7 @@ class Unsharder:
 
     @property
     def live(self) -> int:
-        """Return the elements that are unsharded now."""
+        """Return the number of elements that are unsharded now."""
         return sum(unit.numel for unit in self.unsharded)
 
     def _start(self, unit: Unit, phase: str) -> None:
@@ -181,7 +182,7 @@ class Unsharder:
         self._fetch()
 
     def _fetch(self) -> None:
-        """Bring the shards of units further on in. All ranks ask for the same ones, so they gather the same ones."""
+        """Start loading the shards of later units. All ranks load the same ones, so they gather the same."""
         near: set[Unit] = set()
         for unit in self._order[self._next :]:
             if not unit.is_offloaded or unit in near:
@@ -194,7 +195,7 @@ class Unsharder:
                 self._fetched.add(unit)
 
     def _fits(self, near: set[Unit], unit: Unit) -> bool:
-        """Return whether a unit may be in memory beside those."""
+        """Return whether a unit may be in memory in addition to the units in `near`."""
         return len(near) < self.units_ahead and sum(one.numel for one in near) + unit.numel <= self.ahead
 
     def _reused_soon(self, unit: Unit) -> bool:

@@ -1,1 +1,1 @@
-"""CPU ranks of one machine read what they need out of each other's memory."""
+"""Transport between CPU ranks of one machine, which read directly from each other's memory."""

@@ -1,7 +1,8 @@
-"""Shared memory in which a rank shows small tensors to its peers (`queue.py` has the memory).
+"""Shared memory in which a rank publishes small tensors for its peers (the memory belongs to `queue.py`).
 
-Who has shown a tensor may change it at once, and waits for nobody who is to read it. What is shown lies in a slot, and
-where none is free, in a copy of its own, until all for whom it was meant have said that they have read it.
+A rank may change a tensor as soon as it is published, and never waits for readers. Published data is stored
+in a slot or, if none is free, in a copy of its own, until all of its readers have confirmed that they have
+read it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from torch import Tensor
 
 from launcher.comm.shared_memory.queue import ShmQueue
 
-SLOTS = 64  # memory of those that are never used at once is never touched
+SLOTS = 64  # slots that are never needed do not touch their memory
 SLOT = 1 << 20  # bytes
 BYTES = SLOTS * SLOT
-READ = 2  # a message's number plus this says that what it told of was read
+READ = 2  # the number of a message plus this confirms that its data was read
 
 
 class ShmArena:
-    """The memory that this rank shows, and that its peers show.
+    """The memory that this rank and its peers publish.
 
-    A place in a slot is a negative number: a message may name an address of its sender, too, and they are told apart.
+    A place in a slot is a negative number, to distinguish it from an address of the sender, which a message
+    may contain instead.
     """
 
     def __init__(self, mailbox: ShmQueue) -> None:
@@ -37,13 +39,13 @@ class ShmArena:
         weakref.finalize(self, _unread.append, self._copies)
 
     def show(self, parts: Sequence[Tensor], number: int, readers: Sequence[int]) -> list[int] | None:
-        """Copy flat tensors to where others can read them.
+        """Copy flat tensors to where peers can read them.
 
         Args:
-            number: of the message that will tell the `readers`.
+            number: of the message that will notify the `readers`.
 
         Returns:
-            the place of each; None: they are too large.
+            the place of each tensor; None if they are too large.
         """
         size = sum(part.nbytes for part in parts)
         if size > SLOT:
@@ -62,12 +64,13 @@ class ShmArena:
         ctypes.memmove(into.data_ptr(), self._address(rank, place), into.nbytes)
 
     def shown(self, rank: int, place: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return what lies in a slot of a rank: a view, to be read only before it is said to be read."""
+        """Return a view of the data in a slot of a rank, valid until this rank confirms that it has read
+        it."""
         memory, start = self._mailbox.boards[rank]
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start - 1 - place)
 
     def _room(self, size: int, number: int, readers: Sequence[int]) -> tuple[int, int]:
-        """Return (place, address)."""
+        """Return (place, address) of memory for `size` bytes."""
         self._copies[:] = [copy for copy in self._copies if not self._was_read(copy)]
         for slot, shown in enumerate(self._slots):
             if shown is None or self._was_read(shown):
@@ -95,8 +98,8 @@ class _SharedBuffer:
     """A buffer that waits for its readers.
 
     Args:
-        number: of the message that told them.
-        copy: where it lies in no slot.
+        number: of the message that notified them.
+        copy: the data, if it is not stored in a slot.
     """
 
     number: int
@@ -104,4 +107,4 @@ class _SharedBuffer:
     copy: Tensor | None = None
 
 
-_unread: list[list[_SharedBuffer]] = []  # of boards that are gone: a peer that is behind may still read them
+_unread: list[list[_SharedBuffer]] = []  # of arenas that are gone: a slow peer may still read them

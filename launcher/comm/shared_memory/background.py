@@ -1,4 +1,4 @@
-"""A thread that does one job after another, for who does not want to wait."""
+"""A background thread that runs jobs one after another, so that the caller need not wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BackgroundThread:
         weakref.finalize(self, self._jobs.put, None)
 
     def start(self, run: Callable[[], None]) -> BackgroundCall:
-        """Have the thread call `run`."""
+        """Queue `run` for the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="peer-memory")
             self._thread.start()
@@ -29,7 +29,7 @@ class BackgroundThread:
 
 
 class BackgroundCall:
-    """A call in the thread; waiting for it raises what it raised."""
+    """A call in the thread; `wait` raises the exception of the call."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run: Callable[[], None] | None = run
@@ -56,4 +56,4 @@ class BackgroundCall:
 def _work(jobs: queue.SimpleQueue[BackgroundCall | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # or its buffers would live until the next one
+        del job  # otherwise its buffers would live until the next job

@@ -1,4 +1,4 @@
-"""The trial whether the ranks of a group can read each other's memory, made once, with the group."""
+"""Connects the ranks of a group through shared memory, once, if they can read each other's memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from launcher.comm.shared_memory.queue import ShmQueue, ShmQueueAddress
 
 
 class PeerMemoryUnavailable(Exception):
-    """The peers' memory cannot be read; the text says why."""
+    """The memory of other ranks cannot be read; the message contains the reason."""
 
 
 def connect(group: dist.ProcessGroup) -> ShmQueue:
-    """Return a mailbox that is connected to those of the other ranks of `group`, all of which can read each other.
-    Collective.
+    """Return a queue connected to those of the other ranks, if all can read each other's memory. Collective.
 
     Raises:
-        PeerMemoryUnavailable: some rank cannot, on every rank alike.
+        PeerMemoryUnavailable: some rank cannot; raised on all ranks.
     """
     if sys.platform != "linux":
         raise PeerMemoryUnavailable("only Linux lets a process read another's memory")
@@ -32,7 +31,7 @@ def connect(group: dist.ProcessGroup) -> ShmQueue:
     address = mailbox and (mailbox.address.pid, mailbox.address.descriptor)
     told = gather_plain((cross_memory.machine(), probe.data_ptr(), address), group)
     every = [(machine, place, box and ShmQueueAddress(*box)) for machine, place, box in told]
-    # the probe and the mailbox must live until all have read them
+    # the probe and the mailbox must live until all ranks have read them
     problems = gather_plain(_connected(mailbox, every), group)
     found = [text for text in problems if text]
     if found or mailbox is None:
@@ -49,7 +48,7 @@ def _mailbox(group: dist.ProcessGroup) -> ShmQueue | None:
 
 
 def _connected(mailbox: ShmQueue | None, every: list[tuple[str, int, Any]]) -> str | None:
-    """Connect the mailbox; gives why that, or reading the others' memory, is not possible."""
+    """Connect the mailbox. Return why that, or reading the memory of others, is impossible, else None."""
     if mailbox is None or any(address is None for _, _, address in every):
         return "a rank could not allocate shared memory"
     problem = cross_memory.problem([(machine, address.pid, probe) for machine, probe, address in every])

@@ -1,6 +1,6 @@
 """Reading the memory of another process of this machine: "cross memory attach" (process_vm_readv(2)).
 
-Linux copies once, from one process into another, where a loopback socket copies twice.
+This takes one copy, from one process into another, while a loopback socket takes two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _library() -> Any:
 
 
 def copy(pid: int, address: int, into: Tensor) -> None:
-    """Fill `into` from an address of a process."""
+    """Fill `into` from an address in another process."""
     library = _library()
     done, size, start = 0, into.numel() * into.element_size(), into.data_ptr()
     while done < size:
@@ -46,13 +46,13 @@ def copy(pid: int, address: int, into: Tensor) -> None:
 
 
 def allow_siblings() -> None:
-    """Name our parent where only ancestors may read a process (Yama): its other children may, too."""
+    """Allow other children of our parent to read this process, where Yama permits only ancestors."""
     _library().prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def machine() -> str:
-    """Return the running kernel and the process namespace: numbers of processes mean the same where both are the
-    same."""
+    """Return an identifier of the running kernel and pid namespace, within which process ids are
+    comparable."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -61,7 +61,8 @@ def machine() -> str:
 
 
 def problem(every: list[tuple[str, int, int]]) -> str | None:
-    """Return why this process cannot read the others; `every`: (machine, process, address of its number) of each."""
+    """Return why this process cannot read the others; None if it can. `every`: (machine, pid, address of the
+    pid) of each."""
     if len({machine for machine, _, _ in every}) > 1:
         return "the ranks are not on one machine"
     value = torch.zeros(1, dtype=torch.int64)

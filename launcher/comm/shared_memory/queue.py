@@ -1,8 +1,10 @@
-"""Numbers sent between processes of one machine, in microseconds: rings of messages in memory that they share.
+"""Message queues between processes of one machine: ring buffers of numbers in shared memory.
 
-Every process owns a mailbox: memory without a file (memfd), which the kernel frees when the last of its processes ends,
-however it ends. Peers map it through /proc. It has a ring for each of them, and room (`board`) for what else its owner
-wants to show them.
+A message takes microseconds.
+
+Every process owns a mailbox: memory without a file (memfd), which the kernel frees when the last of its
+processes ends, however it ends. Peers map it through /proc. It contains a ring for each of them, and a
+`board` for other data that its owner publishes.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from launcher.comm.shared_memory.semaphore import BYTES, Semaphore
 from launcher.errors import LauncherError
 
 LIMIT_S = 600.0  # as long as torch.distributed waits for a peer
-LOOK_S = 1.0  # between looks at whether the peer still lives
-SPINS = 400  # tries before a process sleeps: some 0.2 ms, the time that sleeping and waking costs on a virtual machine
-PLACES = 8192  # of a ring; who finds it full waits until its peer has taken something
+LOOK_S = 1.0  # between checks of whether the peer is alive
+SPINS = 400  # tries before sleeping: about 0.2 ms, the cost of sleeping and waking on a virtual machine
+PLACES = 8192  # per ring; a sender that finds it full waits until its peer has read a message
 _MESSAGE = struct.Struct("qq")  # number, value
 _RING = 2 * BYTES + PLACES * _MESSAGE.size  # (messages, free places), ring
 
@@ -36,12 +38,12 @@ class ShmQueueAddress:
 
 
 class ShmQueue:
-    """Messages of the peers, each with the number of what it belongs to.
+    """Sends messages to peers and receives theirs; each carries the number of the operation it belongs to.
 
     Args:
         rank: of this process among the peers.
-        ranks: how many there are, this one included.
-        board: bytes that the owner writes, and all read.
+        ranks: number of ranks, this one included.
+        board: bytes that the owner writes and all ranks read.
     """
 
     def __init__(self, rank: int, ranks: int, board: int = 0) -> None:
@@ -55,15 +57,13 @@ class ShmQueue:
             inbox.ring.start()
         self._peers: list[ShmQueueAddress] = []
         self._outgoing: list[_Outgoing] = []
-        self.boards: list[
-            tuple[mmap.mmap, int]
-        ] = []  # of every rank: memory, and where in it the board begins
+        self.boards: list[tuple[mmap.mmap, int]] = []  # per rank: memory, and offset of the board in it
 
     def connect(self, peers: list[ShmQueueAddress]) -> None:
         """Map the mailbox of every rank; `peers`: their addresses.
 
         Raises:
-            OSError: the kernel does not let this process.
+            OSError: the kernel does not permit it.
         """
         memories = [self._memory if a == self.address else _mapped(a) for a in peers]
         self._peers = peers
@@ -71,15 +71,15 @@ class ShmQueue:
         self.boards = [(memory, self.ranks * _RING) for memory in memories]
 
     def all_are_connected(self) -> None:
-        """Unlink the memory, so that nobody else may map it."""
+        """Close the descriptor of the memory, so that no other process can map it."""
         os.close(self._descriptor)
 
     def pid_of(self, peer: int) -> int:
-        """Return the process of a rank."""
+        """Return the process id of a rank."""
         return self._peers[peer].pid
 
     def send(self, peer: int, number: int, value: int = 0) -> None:
-        """Send `value`; it is there when this returns."""
+        """Send `value`; the peer can read it when this returns."""
         out = self._outgoing[peer]
         with out.lock:
             if not out.ring.free.taken():
@@ -87,10 +87,10 @@ class ShmQueue:
             out.ring.write(number, value)
 
     def receive(self, peer: int, number: int, *, spin: bool = False) -> int:
-        """Return the value of the peer's message of this number; waits for it.
+        """Wait for the peer's message of this number, and return its value.
 
         Args:
-            spin: it is expected at once: try for a moment before sleeping.
+            spin: the message is expected at once: spin briefly before sleeping.
 
         Raises:
             LauncherError: the peer's process has ended, or was silent for LIMIT_S.
@@ -102,7 +102,7 @@ class ShmQueue:
             if number in inbox.box:
                 return inbox.box.pop(number)
             inbox.led = True
-        # Of the threads that wait for this peer one takes messages from the ring, its own and those of the others.
+        # Of the threads that wait for this peer, one takes messages from the ring, for itself and the others.
         try:
             while True:
                 self._wait(inbox.ring.messages, peer, spin=spin)
@@ -118,7 +118,7 @@ class ShmQueue:
                 inbox.changed.notify_all()
 
     def has(self, peer: int, number: int) -> bool:
-        """Return whether the peer's message of this number has come."""
+        """Return whether the peer's message of this number has arrived."""
         inbox = self._inboxes[peer]
         with inbox.changed:
             while not inbox.led and inbox.ring.messages.taken():
@@ -147,7 +147,7 @@ class ShmQueue:
 
 
 class _Ring:
-    """Messages of one sender, in the memory of their receiver."""
+    """Ring buffer of one sender's messages, in the memory of their receiver."""
 
     def __init__(self, memory: mmap.mmap, sender: int) -> None:
         self._memory, self._start = memory, sender * _RING + 2 * BYTES
@@ -174,17 +174,17 @@ class _Ring:
 
 
 class _Inbox:
-    """The messages that came from one peer."""
+    """The messages that arrived from one peer."""
 
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring
         self.box: dict[int, int] = {}
         self.changed = threading.Condition()
-        self.led = False  # a thread takes messages from the ring
+        self.led = False  # whether a thread is taking messages from the ring
 
 
 class _Outgoing:
-    """The way to one peer."""
+    """The ring to one peer, and its lock."""
 
     def __init__(self, ring: _Ring) -> None:
         self.ring, self.lock = ring, threading.Lock()
@@ -199,7 +199,7 @@ def _mapped(address: ShmQueueAddress) -> mmap.mmap:
 
 
 def _lives(pid: int) -> bool:
-    """Return a zombie does not."""
+    """Return whether a process is alive; a zombie is not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

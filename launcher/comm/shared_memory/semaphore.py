@@ -1,7 +1,8 @@
-"""Semaphores in memory that several processes share, by the C library (sem_overview(7)).
+"""Semaphores of the C library (sem_overview(7)), in memory shared by several processes.
 
-What a process wrote before `post` another one sees after its `wait`: the library makes the barriers that the processor
-needs, be it x86 or aarch64. Who waits sleeps in the kernel (futex) and burns no core.
+Everything that a process wrote before `post` is visible to another one after its `wait`: the library issues
+the memory barriers that the processor needs, on x86 and aarch64 alike. A waiting process sleeps in the kernel
+(futex) and burns no core.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ class Semaphore:
         self._post, self._try, self._timed = held.sem_post, held.sem_trywait, freed.sem_timedwait
 
     def start(self, value: int) -> None:
-        """Make it, with this value; once, before any process uses it."""
+        """Initialize the semaphore with this value; call it once, before any process uses it."""
         _libraries()[0].sem_init(self._at, 1, value)
 
     def post(self) -> None:
-        """Add one: whoever waits goes on."""
+        """Add one, which wakes a waiter."""
         self._post(self._at)
 
     def taken(self) -> bool:
-        """Take one if there is one."""
+        """Take one if there is one, and return whether there was."""
         return bool(self._try(self._at) == 0)
 
     def wait(self, limit_s: float) -> bool:
-        """Take one; waits so long at most. False: there was none."""
+        """Take one, and wait for it at most `limit_s` seconds. Return False if there was none."""
         until = time.time() + limit_s
         deadline = _Time(int(until), int(until % 1 * 1e9))
         while self._timed(self._at, ctypes.byref(deadline)) != 0:
@@ -59,8 +60,8 @@ class _Time(ctypes.Structure):
 
 @cache
 def _libraries() -> tuple[Any, Any]:
-    """Return the C library as called with Python's lock held (what returns at once), and with the lock let go (what
-    waits)."""
+    """Return the C library twice: for calls with the GIL held, which return at once, and for calls with the
+    GIL released, which may block."""
     held, freed = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
     pointer = ctypes.c_void_p
     held.sem_init.argtypes = [pointer, ctypes.c_int, ctypes.c_uint]

@@ -1,9 +1,10 @@
-"""CPU ranks of one machine: each reads what it needs from its peers' memory.
+"""The shared-memory transport: CPU ranks of one machine read directly from each other's memory.
 
-Small tensors lie in shared memory (`arena.py`): a rank that starts a collective has written its part there, and a
-rank that waits for it reads the parts of the others. Only the caller works; nobody waits for readers.
-Large ones are read where they lie (`cross_memory.py`), by threads for gathers, reductions and exchanges, while the main
-thread computes. Messages (`queue.py`) say where data lies and that it was read:
+Small tensors are stored in shared memory (`arena.py`): a rank that starts a collective writes its part there,
+and a rank that waits for it reads the parts of the others. Only the calling thread works, and it never waits
+for readers. Large tensors are read in place (`cross_memory.py`). For gathers, reductions and exchanges,
+threads do that while the main thread computes. Messages (`queue.py`) announce where data is, and that it was
+read:
 
     offer   "my part is ready, at this place"       (a reader needs it before it reads)
     read    "I have read what I need of your part"  (its owner needs it before it changes it)
@@ -25,18 +26,18 @@ from launcher.comm.shared_memory.arena import READ, ShmArena
 from launcher.comm.shared_memory.background import BackgroundThread
 from launcher.comm.shared_memory.queue import ShmQueue
 
-BLOCK = 1 << 18  # elements summed at a time: what was read is still in the cache when it is added
-WHOLE = 1 << 16  # bytes up to which more than two ranks sum all of a buffer each, instead of a slice
-LETTER = 1 << 40  # what goes from one rank to another, and collectives, count for themselves
+BLOCK = 1 << 18  # elements summed at a time: few enough to stay in the cache between reading and adding
+WHOLE = 1 << 16  # bytes up to which each of more than two ranks sums the whole buffer, instead of a slice
+LETTER = 1 << 40  # added to numbers of pairwise messages, which are counted apart from collectives
 
 
 class SharedMemoryTransport(GlooTransport):
-    """The ranks of a process group who can read each other's memory.
+    """Transport between ranks that can read each other's memory.
 
-    Broadcasts go by sockets, as ever; so do empty tensors.
+    Broadcasts and empty tensors are sent over sockets, as in the base class.
 
     Args:
-        mailbox: for the messages, connected (`connect.py`).
+        mailbox: connected queue for the messages (`connect.py`).
     """
 
     def __init__(self, group: dist.ProcessGroup, mailbox: ShmQueue) -> None:
@@ -52,7 +53,7 @@ class SharedMemoryTransport(GlooTransport):
     # ---- collectives ------------------------------------------------------------------------
 
     def all_gather_slices(self, slices: list[Tensor]) -> Pending:
-        """Read every peer's slice into its place; slices[rank] is what the peers read."""
+        """Read every peer's slice into its place; the peers read slices[rank]."""
         if not slices[self.rank].numel():
             return super().all_gather_slices(slices)
         number = self.numbers.gather()
@@ -71,7 +72,7 @@ class SharedMemoryTransport(GlooTransport):
         return Pending([self._gathers.start(run), self._all_have_read(number + READ, slices)])
 
     def reduce_scatter(self, full: Tensor, out: Tensor, within: slice, *, accumulate: bool) -> Pending:
-        """Read slice `rank` of every peer, block by block, and sum what each rank has."""
+        """Read slice `rank` of every peer, block by block, and sum the parts of all ranks."""
         slices = self.slices(full, within)
         if not slices[0].numel():
             return super().reduce_scatter(full, out, within, accumulate=accumulate)
@@ -90,7 +91,8 @@ class SharedMemoryTransport(GlooTransport):
         return Pending([self._reductions.start(run), self._all_have_read(number + READ, slices)])
 
     def all_reduce(self, buffer: Tensor) -> Pending:
-        """Read all of the others' buffers where they are shown; else a slice of each, and then the others' sums."""
+        """Read the peers' whole buffers if they are published; otherwise reduce one slice and read the
+        others' sums."""
         if not (buffer.is_contiguous() and buffer.numel()):
             return super().all_reduce(buffer)
         buffer, number, sums = buffer.view(-1), self.numbers.reduction(), self.numbers.reduction()
@@ -99,13 +101,13 @@ class SharedMemoryTransport(GlooTransport):
             shown = self._arena.show([buffer], number, self.peers)
         if shown is not None:
             self._tell(shown * self.degree, number)
-            # of more than two terms sums are written before the last one is read
+            # with more than two terms, partial sums are written before the last term is read
             mine = buffer if self.degree == 2 else buffer.clone()
             return Pending([_Later(lambda: self._sum_shown(mine, number, buffer))])
         return self._reduce_and_gather(list(buffer.tensor_split(self.degree)), number, sums)
 
     def _reduce_and_gather(self, slices: list[Tensor], terms: int, sums: int) -> Pending:
-        """Start as reduce_scatter does, with the sum in slices[rank]; then every rank reads the others' sums.
+        """Reduce-scatter, with the sum in slices[rank]; then every rank reads the others' sums.
 
         Args:
             terms, sums: numbers of the messages of each.
@@ -115,7 +117,7 @@ class SharedMemoryTransport(GlooTransport):
 
         def run() -> None:
             self._sum(mine, terms, mine)
-            self._offer([mine] * len(slices), sums)  # says, too, that this rank has read the terms
+            self._offer([mine] * len(slices), sums)  # also confirms that this rank has read the terms
             for peer in self.peers:
                 self._copy(peer, self.mailbox.receive(peer, sums), slices[peer])
                 self.mailbox.send(peer, sums + READ)
@@ -123,7 +125,7 @@ class SharedMemoryTransport(GlooTransport):
         return Pending([self._reductions.start(run), self._all_have_read(sums + READ, slices)])
 
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Pending:
-        """Read from every peer what it has for this rank. Both know where that is nothing."""
+        """Read from every peer the part for this rank. Both sides know which parts are empty."""
         number = self.numbers.exchange() + LETTER
         readers = [peer for peer in self.peers if outgoing[peer].numel()]
         writers = [peer for peer in self.peers if incoming[peer].numel()]
@@ -142,7 +144,7 @@ class SharedMemoryTransport(GlooTransport):
         reads = _Reads(self.mailbox, readers, number + READ, outgoing)
         return Pending([self._exchanges.start(run), reads])
 
-    # ---- from one rank to another -----------------------------------------------------------
+    # ---- point-to-point ---------------------------------------------------------------------
 
     def send(self, tensor: Tensor, to: int, *, back: bool) -> Pending:
         """Offer a tensor to one peer."""
@@ -165,7 +167,7 @@ class SharedMemoryTransport(GlooTransport):
 
         return Pending([_Later(run)])
 
-    # ---- parts of them ----------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------
 
     def _tell(self, places: Sequence[int], number: int) -> None:
         for peer in self.peers:
@@ -210,12 +212,12 @@ class SharedMemoryTransport(GlooTransport):
 
 
 def _local_ranks(degree: int) -> int:
-    """Return the ranks on this machine, as far as is known."""
+    """Return the number of ranks on this machine, as far as it is known."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or degree)
 
 
 class _Later:
-    """Work that is done by who waits for it."""
+    """Work that runs in the thread that waits for it."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run: Callable[[], None] | None = run
@@ -228,7 +230,7 @@ class _Later:
 
 
 class _Reads:
-    """The wait until every peer has read what was offered, which lives until then."""
+    """Waits until every peer has read the offered tensors, and keeps them alive until then."""
 
     def __init__(self, mailbox: ShmQueue, peers: list[int], number: int, offered: object) -> None:
         self._mailbox, self._peers, self._number, self._offered = mailbox, peers, number, offered

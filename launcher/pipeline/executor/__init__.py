@@ -1,1 +1,1 @@
-"""Runs the stages of a rank: the lists of actions, and what crosses between ranks meanwhile."""
+"""Runs the stages of a rank: its list of actions, and the transfers between ranks."""

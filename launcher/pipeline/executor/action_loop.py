@@ -1,6 +1,6 @@
-"""The loop over the actions of a rank in a step: the engine computes in it, and the memory estimate counts bytes.
+"""The loop over the actions of a rank in a step, shared by the engine and by the memory estimate.
 
-What an action is to whoever goes through it is a `StageActions`. So the two cannot disagree on what comes when, and on
+Each implements `StageActions`. Sharing the loop guarantees that they agree on the order of actions and on
 which backward is the last one.
 """
 
@@ -14,38 +14,38 @@ from launcher.pipeline.schedules.actions import Action, ActionKind
 
 
 class StageActions(Protocol):
-    """Does the actions of each kind; `last` says that it is the last backward of this rank in this step."""
+    """Executes the actions of each kind; `last` marks the last backward of this rank in this step."""
 
     def around(self, action: Action) -> AbstractContextManager[None]:
-        """Return what an action of any kind is done in."""
+        """Return the context manager in which an action of any kind runs."""
 
     def forward(self, action: Action) -> None:
-        """Run a virtual stage; its outputs wait for `backward` or `input_backward`."""
+        """Run a virtual stage; its outputs are kept for `backward` or `input_backward`."""
 
     def backward(self, action: Action, *, last: bool) -> None:
         """Compute the gradients of the stage's input and of its weights."""
 
     def input_backward(self, action: Action) -> None:
-        """Compute the gradients of the stage's input, and leave those of the weights to `weight_backward`."""
+        """Compute the gradients of the stage's input, and defer those of the weights to `weight_backward`."""
 
     def weight_backward(self, action: Action, *, last: bool) -> None:
-        """Compute the gradients of the weights that `input_backward` has left."""
+        """Compute the weight gradients that `input_backward` deferred."""
 
     def update(self, action: Action) -> None:
-        """Step the weights of the rank, which change inside of the step."""
+        """Run an optimizer step on the rank's weights in the middle of a step."""
 
     def receive(self, action: Action) -> None:
-        """Wait for what the following action needs."""
+        """Wait for the tensors that the next action needs."""
 
     def send(self, action: Action) -> None:
-        """Start sending what the action before has made."""
+        """Start sending the results of the previous action."""
 
 
 def run_actions(actions: Sequence[Action], stages: StageActions) -> None:
-    """Do all actions of a rank in their order.
+    """Run all actions of a rank in order.
 
     Args:
-        actions: those of a schedule, with transfers and updates between them (`transfers.py`).
+        actions: actions of a schedule, with transfers and updates (`transfers.py`).
     """
     last = _last_backward(actions)
     for action in actions:
@@ -54,12 +54,12 @@ def run_actions(actions: Sequence[Action], stages: StageActions) -> None:
 
 
 def _last_backward(actions: Sequence[Action]) -> Action | None:
-    """Return the action with the last gradients of weights; None: there is no backward, as in an evaluation."""
+    """Return the last action that computes weight gradients; None for an evaluation, without backward."""
     return next((a for a in reversed(actions) if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)), None)
 
 
 def run_action(action: Action, stages: StageActions, *, last: bool) -> None:
-    """Do one of them."""
+    """Run one action."""
     match action.kind:
         case ActionKind.FORWARD:
             stages.forward(action)

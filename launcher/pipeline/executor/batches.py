@@ -1,5 +1,5 @@
-"""The microbatches of a step: made when they are asked for; and from the first stage to all, for only its ranks read
-data."""
+"""The microbatches of a step: created lazily, and broadcast from the first stage, whose ranks alone read
+data, to all stages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class LazySequence(Sequence[T]):
-    """Makes its items in order, each once. So a step reads the data of a microbatch when its forward comes, and
-    random numbers are drawn in the order of a plain loop.
+    """A sequence that makes its items lazily, in order, each once. A step thus reads the data of a microbatch
+    when its forward starts, and random numbers are drawn in the same order as in a plain loop.
 
     Args:
-        length: How many items there are.
-        make: Makes the item of an index; called with 0, 1, 2, ...
+        length: the number of items.
+        make: makes the item at an index; called with 0, 1, 2, ...
     """
 
     def __init__(self, length: int, make: Callable[[int], T]) -> None:
@@ -42,20 +42,21 @@ class LazySequence(Sequence[T]):
         return self._made[index]
 
     def __iter__(self) -> Iterator[T]:
-        """All items, made before the first is given: the loop of `Sequence` takes an IndexError of `make` for the end,
-        and turns its StopIteration into a RuntimeError."""
+        """Iterate over all items; make them all before the first is returned. The default loop of `Sequence`
+        would take an IndexError from `make` for the end, and would turn its StopIteration into a
+        RuntimeError."""
         if self._length:
             self[self._length - 1]
         return iter(self._made)
 
 
 def share(batches: Any, axis: Axis, device: torch.device) -> Any:
-    """The microbatches of stage 0 on every stage: one broadcast of what they look like, one of all their bytes.
+    """Broadcast the microbatches of stage 0 to every stage: their structure, then all bytes at once.
 
     Args:
-        batches: any nest of tensors and plain data, on `device`; only rank 0's of the axis is read, but
-            in a rehearsal, where there is nobody else.
-        axis: pp; every rank must call it.
+        batches: any nest of tensors and plain data, on `device`; read on rank 0 of the axis only, except in a
+            rehearsal, where the axis has no group and `batches` is returned as it is.
+        axis: the pp axis; every rank must call it.
     """
     if axis.group is None:
         return batches

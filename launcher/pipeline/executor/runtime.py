@@ -1,14 +1,14 @@
-"""Executes a list of actions: any schedule, any model. One that is not cut is one stage.
+"""Executes a list of actions, for any schedule and any model. An uncut model is a single stage.
 
-What an action needs and makes, for virtual stage k and microbatch m:
+Inputs and outputs of an action, for virtual stage k and microbatch m:
 
-F(k, m)   takes what k - 1 left with for m; its outputs wait for B or I
-B(k, m)   takes the gradients of these outputs; gives those of what F took, and of the weights
-I(k, m)   the same, but leaves the weights of linear layers
-W(k, m)   the gradients of these
-U(k, m)   steps the weights of the rank; only where they change inside of a step
+F(k, m)   takes the outputs of stage k - 1 for m; its own outputs are kept for B or I
+B(k, m)   takes the gradients of these outputs; computes those of the inputs of F and of the weights
+I(k, m)   as B, but defers the weight gradients of linear layers
+W(k, m)   computes the deferred weight gradients
+U(k, m)   steps the rank's weights; only if they change inside of a step
 
-Where training is asynchronous, F and B run with the weights that `asynchronous.weights_used` says.
+In asynchronous training, F and B run with the weights that `asynchronous.weights_used` specifies.
 """
 
 from __future__ import annotations
@@ -41,41 +41,42 @@ MicrobatchKey = tuple[int, int]  # virtual stage, microbatch
 
 
 class StageExecutor(Protocol):
-    """An engine, as the actions of a step use it."""
+    """The interface of an engine that the actions of a step use."""
 
     def forward(self, module: nn.Module, batch: Any) -> Any:
-        """The model's output, under autocast and timers."""
+        """Return the model's output, computed under autocast and timers."""
 
     def loss(self, output: Any) -> Tensor:
-        """The scalar in the output of the last stage."""
+        """Return the scalar loss from the output of the last stage."""
 
     def backward(
         self, stage: int, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], *, last: bool
     ) -> None:
-        """From outputs of a virtual stage to leaves; `last`: of this rank in this step. No outputs: nothing before
-        them is trained."""
+        """Run backward from the outputs of a virtual stage to its leaves. `last`: the last backward of this
+        rank in this step. No outputs: nothing before them is trained."""
 
     def finish(self, put_off: DeferredWeightGrads, *, last: bool) -> None:
-        """Compute gradients of weights that were put off."""
+        """Compute deferred weight gradients."""
 
     def root_gradient(self, microbatch: int) -> float:
         """Return the factor that the loss of a microbatch is multiplied by."""
 
     def see(self, version: int) -> None:
-        """The next forward or backward runs with these weights: so many updates since the step began, below 0 from
-        before it. Never called where training is synchronous."""
+        """Select the weights of the next forward or backward, by the number of updates since the step began;
+        negative for older versions. Never called in synchronous training."""
 
     def update(self, needed: Collection[int]) -> None:
-        """Step the weights of this rank; of those that there were, these versions will be seen again."""
+        """Run an optimizer step on this rank's weights; keep the older versions in `needed`, which will be
+        used again."""
 
 
 @dataclass
 class SavedForward:
-    """The record of a forward whose backward is to come. It holds no activations: that is up to what autograd saves.
+    """The record of a forward whose backward is pending. Activations are saved by autograd only.
 
     Attributes:
-        received: where the gradients of the floats that were received will be, in their order.
-        outputs: where backward starts, for each float that left; None: it needs no gradient.
+        received: leaves that get the gradients of the received floating-point tensors, in order.
+        outputs: where backward starts, for each floating-point output; None: the output needs no gradient.
     """
 
     received: tuple[Tensor, ...]
@@ -83,24 +84,24 @@ class SavedForward:
 
 
 class Runtime:
-    """The stages of a rank, step by step.
+    """Runs the stages of a rank, one step at a time.
 
     Args:
         staged: the rank's part of the model.
-        axis: pp.
-        name, chunks: of the schedule.
+        axis: the pp axis.
+        name, chunks: name and chunks of the schedule.
 
     Attributes:
-        most_held: (virtual stage, microbatch) whose activations were held at once in the last step.
-        most_deferred: (virtual stage, microbatch) whose weight gradients waited at once.
-        stopwatch: when its actions ran.
+        most_held: the most (virtual stage, microbatch) activations held at once in the last step.
+        most_deferred: the most weight gradients of such pairs deferred at once.
+        stopwatch: records when actions ran.
     """
 
     def __init__(self, staged: StagedPart, axis: Axis, name: str, chunks: int, device: torch.device) -> None:
         self.staged, self.axis, self.name, self.chunks, self.device = staged, axis, name, chunks, device
         self.channel = P2PChannel(axis)
         self.channel.open(ways(self.drained(1)))
-        if not staged.is_whole:  # there, autograd adds every gradient by itself
+        if not staged.is_whole:  # in a whole model, autograd accumulates every gradient
             from launcher.tensor.layers import give_own_backward
 
             for _, block in staged.blocks:
@@ -112,17 +113,17 @@ class Runtime:
         return schedule_of(self.name, self.axis.degree, microbatches, self.chunks)
 
     def drained(self, microbatches: int) -> PipelineSchedule:
-        """The same where no weights change."""
+        """Return the schedule to use where no weights change."""
         return schedule_of(drained(self.name), self.axis.degree, microbatches, self.chunks)
 
     def run(self, batches: Sequence[Any], executor: StageExecutor, *, training: bool) -> list[Tensor]:
-        """Take microbatches through all stages, and back where `training`.
+        """Run the forwards of microbatches through all stages, and if `training` their backwards.
 
         Args:
-            batches: all of them, on every rank; read one by one, when their forwards come.
+            batches: all microbatches, on every rank; each is read when its forward starts.
 
         Returns:
-            their losses, detached, on the rank of the last virtual stage; elsewhere nothing.
+            their losses, detached, on the rank of the last virtual stage; an empty list on other ranks.
         """
         schedule = self.schedule(len(batches)) if training else _forwards(self.drained(len(batches)))
         signatures = LazySequence(len(batches), lambda m: signature_of(batches[m]))
@@ -137,7 +138,7 @@ class Runtime:
 
     @contextmanager
     def naming(self, action: Action) -> Iterator[None]:
-        """Add the place to errors that are raised inside; a model that is not cut has one place only."""
+        """Add stage, rank and action to errors raised inside, except for an uncut model."""
         if self.staged.is_whole:
             yield
             return
@@ -153,15 +154,15 @@ class Runtime:
 
 
 class _Step:
-    """The state of one step, and what its actions do to it (`StageActions`).
+    """The state of one step, and its actions (`StageActions`).
 
     Attributes:
-        kept: forwards whose backward is to come.
-        arrived: inputs of forwards to come.
-        gradients: of the outputs of forwards.
-        deferred: weight gradients to come.
-        leaving: what is to be sent.
-        versions: of the weights that each microbatch sees (`StageExecutor.see`); None: always the newest.
+        kept: forwards whose backward is pending.
+        arrived: inputs of pending forwards.
+        gradients: gradients of the outputs of forwards.
+        deferred: deferred weight gradients.
+        leaving: tensors to be sent.
+        versions: weight version of each microbatch (`StageExecutor.see`); None: always the newest.
     """
 
     def __init__(
@@ -261,13 +262,13 @@ class _Step:
         self.executor.update({self.versions[microbatch] for _, microbatch in self.kept})
 
     def _see(self, microbatch: int) -> None:
-        """The next forward or backward is of this microbatch."""
+        """Select the weights of this microbatch for the next forward or backward."""
         if self.versions is not None:
             self.executor.see(self.versions[microbatch])
 
 
 class _Start(torch.autograd.Function):
-    """A received tensor with the gradient of a leaf that has its shape, but not its memory."""
+    """Returns a received tensor whose gradient goes to a leaf of the same shape that takes no memory."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, received: Tensor) -> Tensor:
@@ -279,7 +280,8 @@ class _Start(torch.autograd.Function):
 
 
 def _started(arrived: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(what autograd records from, the leaves where the gradients of the floats among it will be)."""
+    """Return (the received tensors as inputs for autograd, the leaves that get the gradients of the
+    floating-point tensors among them)."""
     received, leaves = [], []
     for tensor in arrived:
         if tensor.is_floating_point():
@@ -300,13 +302,13 @@ def _gradient_of(leaf: Tensor) -> Tensor:
 
 
 def _versions(schedule: PipelineSchedule, rank: int) -> list[int]:
-    """Return which weights each microbatch sees, in updates since the start of a step that is not the first."""
+    """Return the weight version of each microbatch, in updates since the start of any step but the first."""
     from launcher.pipeline.schedules.asynchronous import weights_used
 
     return [updates - (schedule.delay or 0) for updates in weights_used(schedule)[rank]]
 
 
 def _forwards(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Only the forwards of a schedule, in their order."""
+    """Return a schedule reduced to its forwards, in order."""
     actions = tuple(tuple(a for a in of_rank if a.kind is ActionKind.FORWARD) for of_rank in schedule.actions)
     return replace(schedule, actions=actions)

@@ -1,7 +1,7 @@
 """Sends and receives between stages on different ranks. Receives are posted ahead, in the order of the sends.
 
-A stage that leaves with a kind of batch for the first time sends first what it has learned (`StageBoundary`): shapes,
-and how the next stage must go on.
+For the first batch of each signature, a stage sends a `StageBoundary` ahead of the tensors: their shapes, and
+how the next stage must continue.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from launcher.pipeline.plain import packed, unpacked
 from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 from launcher.pipeline.schedules.transfers import arrivals, matching_receive
 
-AHEAD = 1  # message of each kind from each rank that is received before it is needed
+AHEAD = 1  # receives of each kind from each rank that are posted before they are needed
 
 
 def ways(schedule: PipelineSchedule) -> set[Way]:
-    """Return which ranks send to which others, forward and back."""
+    """Return the pairs of ranks that communicate, for activations and for gradients."""
     pairs = {pair for pair in pairwise(schedule.rank_of) if pair[0] != pair[1]}
     return {Way(*pair, back=False) for pair in pairs} | {Way(to, source, back=True) for source, to in pairs}
 
 
 class StageP2P:
-    """The messages of one step.
+    """The p2p communication of one step.
 
     Args:
-        staged: knows the shapes, and learns them.
-        channel: of the pp axis.
-        schedule: what is sent, and in which order.
-        signatures: of the microbatches.
+        staged: the rank's part of the model, which stores the boundaries, and so the shapes.
+        channel: p2p channel of the pp axis.
+        schedule: determines the messages and their order.
+        signatures: signatures of the microbatches.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class StageP2P:
         self._outgoing: dict[Action, list[Pending]] = {}
 
     def send(self, action: Action, tensors: tuple[Tensor, ...], learned: StageBoundary | None) -> None:
-        """Start sending what an action made.
+        """Start sending the tensors of an action.
 
         Args:
             action: SEND_F or SEND_B.
-            learned: goes before the tensors; None: the receiver knows it.
+            learned: sent before the tensors; None: the receiver has it already.
         """
         to = self.schedule.rank_of[matching_receive(action).stage]
         back, tag = action.kind is ActionKind.SEND_B, f"stage{action.stage}/{action.kind.lower()}"
@@ -75,7 +75,7 @@ class StageP2P:
         outgoing += [self.channel.send(tensor, to, tag, back=back) for tensor in tensors]
 
     def receive(self, action: Action) -> tuple[Tensor, ...]:
-        """Wait for what RECV_F or RECV_B stands for."""
+        """Wait for the tensors of a RECV_F or RECV_B, and return them."""
         key = self._source(action), action.kind
         while action not in self._boxes:
             self._post(key)
@@ -88,12 +88,12 @@ class StageP2P:
             pending.wait()
         if (
             action.kind is ActionKind.RECV_B
-        ):  # what this is the gradient of has arrived: its memory need not wait for it
+        ):  # The activation of this gradient has arrived: wait for its send now, to free its memory.
             self._wait_for(Action(ActionKind.SEND_F, action.stage, action.microbatch))
         return tensors
 
     def finish(self) -> None:
-        """Wait until everything was sent."""
+        """Wait for all sends to complete."""
         for action in list(self._outgoing):
             self._wait_for(action)
 
@@ -125,7 +125,8 @@ class StageP2P:
         self._posted[key] = self._posted.get(key, 0) + 1
 
     def _shapes(self, action: Action) -> tuple[TensorShape, ...] | None:
-        """Gradients are shaped like the floats that were sent; None: still to be learned."""
+        """Return the shapes to receive; those of gradients are those of the floating-point tensors that were
+        sent. None: the boundary is not known yet."""
         edge = action.stage if action.kind is ActionKind.RECV_B else action.stage - 1
         learned = self.staged.learned(edge, self.signatures[action.microbatch])
         if learned is None:

@@ -1,4 +1,4 @@
-"""Measures when the actions of the last step ran. It reads the clock twice an action, and waits for nothing."""
+"""Measures when the actions of the last step ran. Two clock reads per action, no synchronisation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Stopwatch:
-    """The start and end times of one rank's operations. All ranks of a machine have one clock, and machines set
-    theirs by the network.
+    """Records the start and end times of one rank's actions. All ranks of a node share one clock; the clocks
+    of nodes are assumed to be synchronised over the network.
 
     Attributes:
-        schedule: of the last step; None before the first one.
+        schedule: schedule of the last step; None before the first step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,13 +33,13 @@ class Stopwatch:
         self._marks: list[tuple[Action, Moment, Moment]] = []
 
     def begin(self, schedule: PipelineSchedule) -> None:
-        """A step begins. The device has nothing to do: its batch has just come."""
+        """Begin a step. The device is idle at this point: its batch has just arrived."""
         self.schedule, self._marks = schedule, []
         self._time, self._moment = time.time(), now(self.device)
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Around an action; its name is in traces of torch's profiler, too."""
+        """Time an action; label it in traces of torch's profiler, too."""
         with record_function(str(action)):
             if action.kind not in COMPUTE:
                 yield
@@ -49,7 +49,7 @@ class Stopwatch:
             self._marks.append((action, began, now(self.device)))
 
     def timeline(self, axis: Axis) -> Timeline:
-        """The last step on all stages; a collective along pp, after a step."""
+        """Gather the timeline of the last step from all stages: a collective along pp."""
         from launcher.pipeline.timeline.simulate import Span, Timeline
 
         assert self.schedule is not None, "there was a step"

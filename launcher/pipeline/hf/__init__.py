@@ -1,1 +1,1 @@
-"""A Hugging Face model cut into stages: its own forward runs on every stage, with stand-ins for what others run."""
+"""Hugging Face models cut into stages: each runs the model's own forward, with stand-ins for the rest."""

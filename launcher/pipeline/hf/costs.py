@@ -1,8 +1,8 @@
 """Costs of the blocks and the two ends of a Hugging Face model, from shapes alone: a model on meta is enough.
 
-before   what runs in front of the blocks: embeddings; on the first virtual stage
-blocks   one after the other
-after    what runs behind them: the last norm, the head; on the last virtual stage
+before   modules that run before the blocks: embeddings; on the first virtual stage
+blocks   the blocks, in order
+after    modules that run after the blocks: the last norm, the head; on the last virtual stage
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from launcher.pipeline.partition.best_cut import Balance, partition
 from launcher.pipeline.partition.costs import elements, matcher, no_match, no_method, not_measured, products
 
 _NO_SCORES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
-"""Types of layers, as configs name them, whose work does not grow with the square of the sequence."""
+"""Layer types, as named in configs, whose cost is not quadratic in the sequence length."""
 
 
 class LayerCosts(NamedTuple):
-    """Costs in the unit of their method: 1 a layer, elements, operations, or seconds."""
+    """Costs in the unit of their method: 1 per layer, elements, operations, or seconds."""
 
     before: float
     blocks: tuple[float, ...]
@@ -32,7 +32,7 @@ class LayerCosts(NamedTuple):
 
 
 def deal(costs: LayerCosts, virtual_stages: int) -> list[int]:
-    """Return boundaries over the blocks [virtual stages + 1], in the order of the model; what a stage costs counts the
+    """Return the boundaries [virtual stages + 1] over the blocks, in model order; costs of stages include the
     ends.
 
     Raises:
@@ -47,15 +47,15 @@ def model_costs(
     """Return the costs of a causal LM by a method of `pipeline.partition`.
 
     Args:
-        model: Hugging Face's; on meta or not, its layers split over tensor-parallel ranks or not.
+        model: a Hugging Face model, on meta or not, its layers split over tensor-parallel ranks or not.
         method: "best", "uniform", "parameters", "profile" or "type:REGEX".
-        sequence: tokens of a sequence, for "best": how much scores of attention weigh.
-        tp: ranks over which the layers of `model` are split already.
-        measured: for "profile", in seconds.
+        sequence: sequence length in tokens, for "best": determines the cost of attention scores.
+        tp: number of ranks over which the layers of `model` are already split.
+        measured: measured seconds, for "profile".
 
     Raises:
-        ConfigError: the model has no blocks, no class matches the regular expression, nothing was measured, or there is
-            no such method.
+        ConfigError: the model has no blocks, no class matches the regular expression, nothing was measured,
+            or the method is unknown.
     """
     parts = parts_of(model)
     if method == "uniform":
@@ -81,11 +81,11 @@ def balance(
     *,
     seconds: bool = False,
 ) -> Balance:
-    """Return what each virtual stage has; a head that is tied to the embedding counts at both ends.
+    """Return the costs and parameters of each virtual stage; a tied embedding counts at both ends.
 
     Args:
-        whole: elements of the logical parameter, of those that are split over tensor-parallel ranks.
-        seconds: that is what costs are.
+        whole: parameter split over tensor-parallel ranks -> elements of its logical parameter.
+        seconds: whether costs are in seconds.
     """
     counted = with_ends(_each(parts_of(model), lambda modules: elements(modules, whole)))
     of_stages = list(pairwise(boundaries))
@@ -103,7 +103,7 @@ def _each(parts: ModelParts, cost: Callable[[Sequence[nn.Module]], float]) -> La
 
 
 def with_ends(costs: LayerCosts) -> list[float]:
-    """Return the costs of the blocks; the ends go with the first and the last of them, wherever the cuts are."""
+    """Return the costs of the blocks, with those of the ends added to the first and the last block."""
     blocks = list(costs.blocks)
     blocks[0] += costs.before
     blocks[-1] += costs.after
@@ -111,7 +111,7 @@ def with_ends(costs: LayerCosts) -> list[float]:
 
 
 def _operations(model: nn.Module, parts: ModelParts, sequence: int, tp: int) -> LayerCosts:
-    """Return the operations of the forward of one sequence; the backward has twice as many, everywhere but in lookup
+    """Return the operations of the forward of one sequence; the backward has twice as many, except in lookup
     tables."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -131,8 +131,8 @@ def _operations(model: nn.Module, parts: ModelParts, sequence: int, tp: int) -> 
 
 
 def _width_of_scores(config: Any) -> int:
-    """Return the numbers of a token that all heads multiply to get scores, and then the outputs; 0 without
-    attention."""
+    """Return the elements per token, over all heads, that attention multiplies for the scores and for the
+    outputs; 0 without attention."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0
@@ -143,7 +143,7 @@ def _width_of_scores(config: Any) -> int:
 
 
 def _share_of_experts(config: Any) -> float:
-    """Share of the routed experts that one token goes through."""
+    """Return the share of the routed experts that one token is routed to."""
 
     def first(*names: str) -> int:
         return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
@@ -154,7 +154,7 @@ def _share_of_experts(config: Any) -> float:
 
 
 def _matching(parts: ModelParts, pattern: str) -> LayerCosts:
-    """Return 1 for each block whose class matches; an end counts where one of its modules with parameters does."""
+    """Return 1 for each block of a matching class, and each end with a matching module with parameters."""
     matches = matcher(pattern)
 
     def cost(modules: Sequence[nn.Module]) -> float:

@@ -1,7 +1,8 @@
-"""Measured times of the parts of a Hugging Face model: forward and backward of each alone.
+"""Measures forward and backward of each part of a Hugging Face model separately.
 
-The model runs its own forward, on one microbatch: parts get the arguments that they get in training, masks and
-positions as well. A part has memory only while it runs, so a model on meta needs that of its largest part.
+The model runs its own forward on one microbatch, so parts receive the same arguments as in training, masks
+and positions included. A part is materialised only while it runs: a model on meta needs the memory of its
+largest part.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ def measure_model(model: nn.Module, batch: Mapping[str, Any], way: MeasureOption
     """Return the seconds of one microbatch, forward and backward.
 
     Args:
-        model: a Hugging Face causal LM, on meta or not; its parameters and buffers are afterwards as they were. Where
-            its layers are split over tensor-parallel ranks, all of these must call it.
-        batch: one microbatch with labels, on the device. Its loss counts with what runs behind the blocks.
+        model: a Hugging Face causal LM, on meta or not; its parameters and buffers are restored afterwards.
+            If its layers are split over tensor-parallel ranks, all of these must call this function.
+        batch: one microbatch with labels, on the device. The time of the loss is added to that after the
+            blocks.
     """
     parts, clock = parts_of(model), PartClock(way.device)
     inside = {inner for part in parts for _, module in part for inner in module.modules()}
@@ -52,7 +54,7 @@ def measure_model(model: nn.Module, batch: Mapping[str, Any], way: MeasureOption
 def _timed(name: str, module: nn.Module, clock: PartClock, way: MeasureOptions) -> Callable[..., Any]:
     forward = module.forward
 
-    @wraps(forward)  # transformers looks at its signature
+    @wraps(forward)  # transformers inspects the signature
     def timed(*args: Any, **kwargs: Any) -> Any:
         with on_device(module.named_modules(prefix=name), way):
             return clock.run(name, forward, *args, **kwargs)
@@ -62,13 +64,13 @@ def _timed(name: str, module: nn.Module, clock: PartClock, way: MeasureOptions) 
 
 @contextmanager
 def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of this object is another one."""
+    """Replace an attribute of an object inside the context."""
     before = dict(vars(owner))
     setattr(owner, name, value)
     try:
         yield
     finally:
-        # Under whatever name a property keeps it.
+        # A property may store the value under another name.
         for key in [key for key in vars(owner) if key not in before or vars(owner)[key] is not before[key]]:
             if key in before:
                 vars(owner)[key] = before[key]

@@ -1,7 +1,8 @@
-"""Origins of the tensors of a forward: whether they hold what the model computes, or lead back to a stand-in.
+"""Tracks the origins of tensors in a forward: computed by the model, or derived from a stand-in.
 
-Found once for each kind of batch, with autograd: what parts and blocks give is marked, and a walk along the graph of
-any later tensor ends at the marks that it was made from. What has no gradient is known by identity alone.
+Origins are determined once for each kind of batch, with autograd: outputs of parts and blocks are marked, and
+walking the graph of a later tensor leads to the marks it was computed from. Tensors without a gradient are
+identified by object identity only.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch.utils._pytree import tree_map
 
 
 class Origin(Flag):
-    """The origin of a tensor. Nothing: from the batch and from weights, as on every stage."""
+    """The origin of a tensor. NOTHING: computed from the batch and from weights only, as on every stage."""
 
     NOTHING = 0
-    HERE = auto()  # received, or computed by a part or a block that runs here
+    HERE = auto()  # received, or computed by a part or block that runs on this stage
     STAND_IN = auto()
 
 
@@ -26,10 +27,10 @@ class Origins:
     """The marks of one forward."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, Origin]] = {}  # the tensor keeps its id
+        self._known: dict[int, tuple[Tensor, Origin]] = {}  # by id, which is valid while the tensor is held
 
     def mark(self, values: Any, origin: Origin) -> Any:
-        """Return the values that are equal to these, and known to be of `origin`."""
+        """Return these values, marked as being of `origin`."""
 
         def marked(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -42,7 +43,7 @@ class Origins:
         return tree_map(marked, values)
 
     def of(self, tensor: Tensor) -> Origin:
-        """Return what a tensor was made from."""
+        """Return the origins that a tensor was computed from."""
         if id(tensor) in self._known:
             return self._known[id(tensor)][1]
         found, seen, ahead = Origin.NOTHING, set(), [tensor.grad_fn]
@@ -59,7 +60,7 @@ class Origins:
 
 
 class _Mark(torch.autograd.Function):
-    """The same values. A copy: a view could not be changed in place."""
+    """Identity that leaves a mark in the graph. Copies: a view could not be modified in place."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, origin: Origin) -> Tensor:

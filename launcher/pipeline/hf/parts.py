@@ -1,7 +1,7 @@
-"""The parts of a Hugging Face model by where they run: before the blocks, the blocks, after them.
+"""Sorts the modules of a Hugging Face model into blocks, modules before them and modules after them.
 
-`base_model_pp_plan` of transformers says the same for some models, in the same order: registration order is what it
-describes. Exceptions are data here, by name.
+For some models `base_model_pp_plan` of transformers contains the same: it, too, follows registration order.
+Exceptions are listed in this module by name.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ FIRST = {
 """Names of modules that are registered after the blocks and run before them."""
 
 LAST = {"final_layer_norm", "project_out", "bigbird_pegasus.layernorm_embedding"}  # the first two are opt's
-"""Names of modules that are registered before the blocks and run after them; with a model_type, before `FIRST`."""
+"""Names of modules that are registered before the blocks and run after them. They take precedence over
+`FIRST`; a prefix limits a name to one model_type."""
 
 TOWERS = {"vision_tower", "vision_model", "image_encoder", "audio_tower", "vision_embed_tokens"}
-"""Names of modules that embed something other than text: they run before the text's blocks."""
+"""Names of modules that embed other modalities than text: they run before the blocks of the text model."""
 
 UNCUTTABLE = {
     "blt": "it is four models, and the last of them looks back at what the first gives",
@@ -35,18 +36,19 @@ UNCUTTABLE = {
     "reformer": "its blocks run inside a function of their own, which is reversed in backward",
     "xlm": "it has no blocks: attention, feed forward and norms lie in three lists",
 }
-"""model_type -> why."""
+"""model_type -> why such a model cannot be cut."""
 
 Named = list[tuple[str, nn.Module]]
 
 
 class ModelParts(NamedTuple):
-    """Modules of a model with their names. Those of the ends are outermost, and hold no block; some have no parameters.
+    """Modules of a model with their names. Those before and after the blocks are the outermost modules that
+    contain no block; some have no parameters.
 
     Attributes:
-        before: run in front of the blocks: embeddings.
-        blocks: one after the other.
-        after: run behind them: the last norm, the head.
+        before: modules that run before the blocks: embeddings.
+        blocks: the blocks, in order.
+        after: modules that run after the blocks: the last norm, the head.
     """
 
     before: Named
@@ -55,15 +57,14 @@ class ModelParts(NamedTuple):
 
 
 def parts_of(model: nn.Module) -> ModelParts:
-    """Return where each part of a causal LM runs.
+    """Return the modules of a causal LM by where they run.
 
     Raises:
-        ConfigError: it has no blocks, or not one row of them, or is known to be no row.
+        ConfigError: the model has no blocks, its blocks are not a single sequence, its type is in
+            `UNCUTTABLE`, or its config sets output_router_logits.
     """
     config = getattr(model, "config", None)
-    if getattr(
-        config, "output_router_logits", False
-    ):  # each stage would see the routers of its own blocks only
+    if getattr(config, "output_router_logits", False):  # a stage has only the routers of its own blocks
         raise ConfigError(
             "the auxiliary loss of the routers needs all blocks, and a pipeline stage has some of them",
             where="pipeline.stages",
@@ -93,8 +94,8 @@ def parts_of(model: nn.Module) -> ModelParts:
 
 
 def around(model: nn.Module, parts: ModelParts) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of modules that hold the blocks, and of lists: the model's own code uses them, on any
-    stage."""
+    """Yield the parameters owned directly by modules that contain blocks, and by lists: the model's own code
+    uses them on any stage."""
     inside = {id(inner) for part in parts for _, module in part for inner in module.modules()}
     for name, module in model.named_modules():
         if id(module) not in inside:
@@ -102,7 +103,7 @@ def around(model: nn.Module, parts: ModelParts) -> Iterator[tuple[str, nn.Parame
 
 
 def _around(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks, and the largest modules without one that can be called, in registration order."""
+    """Yield the blocks, and the outermost callable modules that contain no block, in registration order."""
     for key, child in module.named_children():
         name = f"{prefix}.{key}" if prefix else key
         if id(child) in blocks:

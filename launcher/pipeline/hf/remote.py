@@ -1,4 +1,4 @@
-"""Stand-ins for modules that run on other stages: no parameters, but what a model asks about them."""
+"""Stand-ins for modules that run on other stages: no parameters, but the attributes that models read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from launcher.pipeline.hf.route import NO_PIPELINE, Route, StageOutputs
 
 
 class RemoteModule(nn.Module):
-    """Stands for a module that does not run in this forward. It has its plain attributes and properties: models ask
-    blocks for the kind of their attention. While a forward runs it has inner modules, which are stand-ins, too, and
-    tensors, which are zeros: models ask for the device of a weight.
+    """Stand-in for a module that does not run in this forward. It has the module's plain attributes and
+    properties, because models read, for example, the attention type of a block. During a forward it also has
+    inner modules, which are stand-ins, and tensors, which are zeros, because models read, for example, the
+    device of a weight.
 
     Args:
-        where: the module's name and stage, in words.
+        where: description of the module's name and stage, for messages.
     """
 
     def __init__(self, module: nn.Module, where: str, route: Route) -> None:
@@ -31,7 +32,7 @@ class RemoteModule(nn.Module):
         self.__dict__.pop("forward", None)
         self.where, self.route, self.of = where, route, type(module)
         tensors = {**module._parameters, **module._buffers}
-        # a plain attribute, so that it is no part of this module: names stay those of the whole model
+        # A plain attribute, so that nothing is registered: names stay those of the whole model.
         self.__dict__["inner"] = {
             **{name: None if tensor is None else TensorShape.of(tensor) for name, tensor in tensors.items()},
             **{name: _inner(child, where, route) for name, child in module.named_children()},
@@ -57,7 +58,8 @@ class RemoteModule(nn.Module):
         )
 
     def _zeros(self, shape: TensorShape) -> Tensor:
-        """Return zeros for a float, in the dtype of the weights: this one was seen before they got theirs."""
+        """Return zeros of this shape. Floats get the current dtype of the weights, which may have been cast
+        since the shape was recorded."""
         dtype = self.route.like().dtype if shape.dtype.is_floating_point else shape.dtype
         return self.route.zeros(TensorShape(shape.size, dtype))
 
@@ -74,7 +76,7 @@ def _inner(module: nn.Module, where: str, route: Route) -> nn.Module:
 
 
 class RemoteBlock(RemoteModule):
-    """A block: those before this stage pass on, those behind it end the forward."""
+    """Stand-in for a block. Blocks before this stage pass their input on; blocks after it end the forward."""
 
     def __init__(self, block: nn.Module, where: str, route: Route, index: int) -> None:
         super().__init__(block, where, route)
@@ -98,8 +100,9 @@ class RemoteBlock(RemoteModule):
 
 
 class RemotePart(RemoteModule):
-    """A part before or after the blocks. In front of the blocks it gives zeros of the shape that the part gave on the
-    first stage: what they lead to is replaced at the first block."""
+    """Stand-in for a part before or after the blocks. Before the blocks it returns zeros of the shape that
+    the part returned on the first stage; values derived from them are replaced at this stage's first
+    block."""
 
     def __init__(self, part: nn.Module, where: str, route: Route, name: str, *, before: bool) -> None:
         super().__init__(part, where, route)

@@ -1,11 +1,11 @@
-"""The way of one forward through a model of which a rank has some blocks only: it is entered at a block, with what
-another stage sent, and left at a block, whose arguments are what the next stage needs.
+"""Routes a forward through a model of which this rank has only some blocks: it enters at a block, with the
+tensors that another stage sent, and leaves at a block, whose arguments are sent to the next stage.
 
-The model's own code runs on every stage: it makes masks, positions and rotary tables from the token ids. What crosses
-from stage to stage are arguments of blocks that were computed by parts and blocks (`origins.py`): those of the next
-block, and those of later ones that are there already, as the embeddings of every layer are in some models. The first
-forward of each kind of batch looks ahead for these, through stand-ins to the last block. What a block gets of a
-stand-in and what nobody sent is found then, too, and refused.
+The model's own code runs on every stage: it computes masks, positions and rotary tables from the token ids.
+The tensors that cross between stages are block arguments computed by parts and blocks (`origins.py`): those
+of the next block, and those of later blocks that exist already, such as the per-layer embeddings of some
+models. The first forward of each kind of batch looks ahead for these, through stand-ins up to the last block.
+It also rejects models in which a block argument derives from a stand-in and is not sent by another stage.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from launcher.pipeline.hf.origins import Origin, Origins
 from launcher.pipeline.hf.slots import ArgumentPath, CallArguments, filled, in_shared, slots_of
 from launcher.pipeline.plain import travels
 
-BlockArgument = tuple[int, ArgumentPath]  # number of a block, and where in its arguments
+BlockArgument = tuple[int, ArgumentPath]  # index of a block, and a path in its arguments
 
 
 @travels
 @dataclass
 class StageInputs(StageBoundary):
-    """The facts that earlier stages tell later ones of a model's forward.
+    """Facts about a model's forward that earlier stages send to later ones.
 
     Attributes:
-        returns: class of a block -> what it returns, with a `TensorShape` for each tensor.
-        outputs: module in front of the blocks -> what it returned.
-        places: of each tensor that crosses, in order.
-        others: sums of the values that each stage makes itself, in the arguments of the first block behind the cut.
+        returns: class of a block -> its output, with a `TensorShape` for each tensor.
+        outputs: module before the blocks -> its output, likewise.
+        places: for each tensor that crosses, in order, the block arguments it is used as.
+        others: checksums of the arguments that each stage computes itself, for the first block after the cut.
         slicing: how sequences are sliced over tp.
     """
 
@@ -48,28 +48,28 @@ class StageInputs(StageBoundary):
     slicing: tuple[bool, int] | None = None
 
     def returns_of(self, kind: type) -> Any:
-        """Return the blocks of one model that were not seen yet return what the others do."""
+        """Return the output of a block class; for one not seen yet, that of the others."""
         return self.returns.get(kind.__qualname__, next(reversed(self.returns.values()), None))
 
 
 class StageOutputs(Exception):
-    """Ends a forward: everything that the next stage needs was seen."""
+    """Raised to end a forward once everything that the next stage needs is known."""
 
 
 class Route:
-    """The route of the forward under way.
+    """The route of the current forward.
 
     Args:
-        names: of the blocks.
-        like: a parameter of this rank, for device and dtype.
+        names: names of the blocks.
+        like: returns a parameter of this rank, for device and dtype.
 
     Attributes:
-        enter, leave: numbers of blocks; `leave` is the number of blocks where the forward goes to its end.
-        arriving: what the stage before told.
-        learned: the same with what is found here.
-        origins: while `learned` is not known for this kind of batch; else None.
-        running: a forward is under way.
-        looking_ahead: it is behind this stage's blocks.
+        enter, leave: block indices; `leave` is the number of blocks if the forward runs to the end.
+        arriving: facts received from the previous stage.
+        learned: these facts, with those of this stage added.
+        origins: set while `learned` is not known for this kind of batch; else None.
+        running: whether a forward is running.
+        looking_ahead: whether the forward is past this stage's blocks.
     """
 
     def __init__(self, names: list[str], like: Callable[[], Tensor]) -> None:
@@ -89,11 +89,11 @@ class Route:
         arriving: StageInputs,
         learned: StageInputs | None,
     ) -> AbstractContextManager[Any]:
-        """Begin a forward, which runs inside of what is returned.
+        """Begin a forward, and return the context manager in which to run it.
 
         Args:
-            received: for the places of `arriving`.
-            learned: None: this is the first batch of its kind.
+            received: the tensors for the places of `arriving`.
+            learned: None for the first batch of its kind.
         """
         self.enter, self.leave, self.arriving = enter, leave, arriving
         self.origins = Origins() if learned is None else None
@@ -111,7 +111,7 @@ class Route:
         return values if self.origins is None else self.origins.mark(values, origin)
 
     def zeros(self, shape: TensorShape) -> Tensor:
-        """Return zeros for a tensor that is elsewhere; they take no memory."""
+        """Return zeros in place of a tensor of another stage; expanded from a scalar, they take no memory."""
         zero: Tensor = torch.zeros((), dtype=shape.dtype, device=self.like().device)
         if zero.is_floating_point():
             return cast(Tensor, self.marked(zero, Origin.STAND_IN)).expand(shape.size)
@@ -120,7 +120,7 @@ class Route:
     # ---- blocks of this stage ---------------------------------------------------------------
 
     def enter_at(self, index: int, call: CallArguments) -> CallArguments:
-        """Return the arguments of a block that runs here, with what was received in its places."""
+        """Return the arguments of a block of this stage, with the received tensors in their places."""
         arrived = self._arrived.get(index, {})
         if self.origins is not None:
             own = {slot: value for slot, value in slots_of(call).items() if slot not in arrived}
@@ -133,7 +133,7 @@ class Route:
         return filled(call, arrived)
 
     def check_output(self, output: Any) -> None:
-        """Check that what the whole model returns, on the last stage, does not lead back to a stand-in."""
+        """Check that the model's output, on the last stage, does not derive from a stand-in."""
         if self.origins is None or not self.enter:
             return
         for value in tree_leaves(output):
@@ -142,7 +142,7 @@ class Route:
                 raise _uncuttable(self.names[self.enter], what)
 
     def _check_others(self, own: dict[ArgumentPath, Any]) -> None:
-        """Check that what a stage makes itself is what the stage before it has."""
+        """Check that the arguments a stage computes itself equal those of the previous stage."""
         others = self.arriving.others
         tensors = {slot: value for slot, value in own.items() if isinstance(value, Tensor)}
         for slot in {**others, **tensors}:
@@ -150,10 +150,11 @@ class Route:
                 what = f"{_in_words(slot)} is not the same on both sides"
                 raise _uncuttable(self.names[self.enter], what)
 
-    # ---- blocks behind it -------------------------------------------------------------------
+    # ---- blocks of later stages -------------------------------------------------------------
 
     def leave_at(self, index: int, call: CallArguments) -> None:
-        """Note that a block of a later stage was called. Raises `StageOutputs` where no other needs to be looked at."""
+        """Handle the call of a block of a later stage. Raises `StageOutputs` when no further block is
+        needed."""
         call = filled(call, self._arrived.get(index, {}))
         if self.origins is not None:
             self._find(index, call, self.origins)
@@ -170,7 +171,7 @@ class Route:
         raise StageOutputs
 
     def _find(self, index: int, call: CallArguments, origins: Origins) -> None:
-        """Find, the first time, which arguments of a block cross."""
+        """Determine, in the first forward, which arguments of a block cross to the next stage."""
         for slot, value in slots_of(call).items():
             if not isinstance(value, Tensor):
                 continue
@@ -180,7 +181,7 @@ class Route:
                 raise _uncuttable(self.names[index], what)
             if index == self.leave and origin == Origin.NOTHING:
                 self.learned.others[slot] = _sum(value)
-            # later blocks take from what is shared what blocks before them put there
+            # Later blocks read shared containers themselves: their contents cross once, at the first block.
             if origin == Origin.HERE and (index == self.leave or not in_shared(call, slot)):
                 self._let_cross(value, (index, slot))
 
@@ -193,7 +194,7 @@ class Route:
         self.learned.places.append([place])
 
     def crossing(self) -> tuple[Tensor, ...]:
-        """Return what the next stage needs, in the order of `learned.places`."""
+        """Return the tensors that the next stage needs, in the order of `learned.places`."""
         if not any(block == self.leave for places in self.learned.places for block, _ in places):
             raise _uncuttable(
                 self.names[self.leave], "none of its arguments is the output of the block before"
@@ -203,7 +204,7 @@ class Route:
         return found
 
     def end(self) -> None:
-        """Let go of the tensors of this forward."""
+        """Release the tensors of this forward."""
         self.running, self._arrived, self._crossing, self.origins = False, {}, [], None
 
 

@@ -1,7 +1,7 @@
-"""The places of values in the arguments of a block: found, and filled.
+"""Finds and fills the places of values in the arguments of a block.
 
-slot    where a value lies: the list of keys that lead to it from (args, kwargs)
-shared  a dictionary or a list inside the arguments: one object that the model hands to block after block
+slot    the path of a value: the keys that lead to it from (args, kwargs)
+shared  a dictionary or list inside the arguments: one object that the model passes to one block after another
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ArgumentPath = tuple[Any, ...]
 
 
 def slots_of(call: CallArguments) -> dict[ArgumentPath, Any]:
-    """Return what lies in each slot."""
+    """Return the value of each slot."""
     return dict(_visited(call, ()))
 
 
@@ -32,7 +32,7 @@ def _visited(value: Any, slot: ArgumentPath) -> Iterator[tuple[ArgumentPath, Any
 
 
 def in_shared(call: CallArguments, slot: ArgumentPath) -> bool:
-    """Return whether a slot lies in something shared: what is put there stays for later blocks."""
+    """Return whether a slot is in a shared container, whose contents persist for later blocks."""
     value: Any = call[slot[0]]
     for key in slot[1:-1]:
         value = value[key]
@@ -42,7 +42,7 @@ def in_shared(call: CallArguments, slot: ArgumentPath) -> bool:
 
 
 def filled(call: CallArguments, values: Mapping[ArgumentPath, Any]) -> CallArguments:
-    """Return the call with `values` in their slots. What is shared is changed, and may grow."""
+    """Return the call with `values` in their slots. Shared containers are modified in place, and may grow."""
     for slot, value in values.items():
         call = _put(call, slot, value)
     return call

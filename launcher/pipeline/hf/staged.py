@@ -1,7 +1,8 @@
 """`StagedModel`: the virtual stages of a Hugging Face model that a rank holds, and the forward of each.
 
-All of them share one model object. Blocks and parts of other ranks are stand-ins without parameters: names stay those
-of the whole model. While a virtual stage runs, what this rank holds for its other ones is hidden behind stand-ins, too.
+They share one model object. Blocks and parts of other ranks are replaced by stand-ins without parameters, so
+that names stay those of the whole model. While a virtual stage runs, the modules of this rank's other virtual
+stages are hidden behind stand-ins, too.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from launcher.pipeline.hf.remote import RemoteBlock, RemotePart
 from launcher.pipeline.hf.route import Route, StageInputs, StageOutputs
 from launcher.tensor.sequence import SequenceParallel
 
-Swap = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, what it holds, its stand-in
+Swap = tuple[nn.Module, str, nn.Module, nn.Module]  # parent, key, module, stand-in of the module
 
 
 class StagedModel:
     """A rank's part of a model.
 
     Args:
-        model: the whole model; becomes this rank's part of it, in place.
+        model: the whole model; reduced to this rank's part in place.
         boundaries: over the blocks, [virtual stages + 1].
         rank_of: the pp rank of each virtual stage.
-        rank: this one.
-        sequence: what slices sequences over tp; None: nothing does.
+        rank: this rank along pp.
+        sequence: slices sequences over tp; None: sequences are not sliced.
 
     Attributes:
         blocks, shared, elsewhere: see `StagedPart`.
@@ -65,7 +66,7 @@ class StagedModel:
         self._names_of[-1].update(last)
         self.route = Route(names, lambda: next(model.parameters()))
         self.shared = _shared(model, parts, self.boundaries, self.rank_of)
-        self._swaps: dict[str, tuple[set[int], Swap]] = {}  # by name: virtual stages that run it
+        self._swaps: dict[str, tuple[set[int], Swap]] = {}  # name -> stages that run it, swap
         self._plan_swaps(parts)
         self.blocks = [(name, m) for name, m in parts.blocks if rank in self._holders(self._swaps[name][0])]
         self._put_stand_ins()
@@ -107,8 +108,8 @@ class StagedModel:
         return f"{name} is on pipeline stage {rank}"
 
     def _put_stand_ins(self) -> None:
-        """Put stand-ins, for good, where this rank never runs a module and no parameter of it is in one that runs here.
-        Nothing here keeps the module then, nor its memory."""
+        """Replace for good the modules that this rank never runs, if they share no parameter with modules
+        that it runs. They are not referenced here afterwards, so that their memory can be freed."""
         kept = {
             parameter
             for stages, (_, _, module, _) in self._swaps.values()
@@ -125,7 +126,7 @@ class StagedModel:
                 parent._modules[key] = other
                 self._swaps[name] = stages, (parent, key, other, other)
                 continue
-            for inner in module.modules():  # it stays for the names of those that are kept
+            for inner in module.modules():  # the module stays, for the names of the parameters that are kept
                 inner._buffers.clear()
                 for one, shown in inner._parameters.items():
                     if shown not in kept:
@@ -133,7 +134,7 @@ class StagedModel:
 
     @contextmanager
     def _showing(self, stage: int) -> Iterator[None]:
-        """Show only what this virtual stage runs, and stand-ins for the rest."""
+        """Hide the modules that this virtual stage does not run behind stand-ins, inside the context."""
         hidden: list[Swap] = []
         for stages, swap in self._swaps.values():
             parent, key, module, other = swap
@@ -215,19 +216,19 @@ class StagedModel:
         return output
 
     def _called(self, call: Callable[[nn.Module], Any]) -> Any:
-        """Return what the model returns; None where its forward ends before."""
+        """Return the model's output; None if its forward ends early."""
         try:
             return call(self.model)
         except StageOutputs:
             return None
         except Exception:
-            # zeros may be too much for what lies between stand-ins; what was missed is found where it is needed
+            # Code between stand-ins may fail on zeros. The stage that needs anything missed reports it.
             if not self.route.looking_ahead:
                 raise
             return None
 
     def before_backward(self, stage: int, signature: Signature) -> None:
-        """See `Staged`; sequences are sliced as in the forward of this signature."""
+        """See `StagedPart`; restores the slicing of sequences of the forward of this signature."""
         slicing = self._learned[stage, signature].slicing
         if self.sequence is not None and slicing is not None:
             self.sequence.recall(slicing)
@@ -236,7 +237,7 @@ class StagedModel:
 def _shared(
     model: nn.Module, parts: ModelParts, boundaries: Sequence[int], rank_of: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the parameters that several ranks hold, by their first name, and these ranks."""
+    """Return the parameters that several ranks hold: first name -> these ranks."""
     holders: dict[nn.Parameter, set[int]] = {}
     places = [(module, rank_of[0]) for _, module in parts.before]
     for k, rank in enumerate(rank_of):

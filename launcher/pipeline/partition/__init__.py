@@ -1,1 +1,1 @@
-"""The choice of a cut: the best one by the costs of layers, and how such costs are counted and timed."""
+"""Chooses the stage boundaries: the best partition by layer costs, computed from shapes or measured."""

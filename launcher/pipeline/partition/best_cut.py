@@ -1,7 +1,7 @@
-"""The best cut of a row of layers into stages: arithmetic, without torch.
+"""The best partition of a sequence of layers into stages: pure arithmetic, without torch.
 
-boundaries [s + 1]    stage k has the layers boundaries[k] .. boundaries[k + 1] - 1; none is empty
-offset                boundaries of the first layers: `offset[j]` is the cost of layers 0 .. j - 1
+boundaries [s + 1]    stage k has the layers boundaries[k] .. boundaries[k + 1] - 1; no stage is empty
+offset                prefix sums of the costs: `offset[j]` is the cost of layers 0 .. j - 1
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from launcher.errors import ConfigError
 
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Cut layers into neighbouring parts: the dearest stage is as cheap as can be; among those cuts the squares of the
-    stages' costs have the smallest sum; among those the squares of their numbers of layers. Of equal cuts
-    the one with fewer layers in front is taken: the first stages keep more microbatches.
+    """Partition layers into contiguous stages, minimising the cost of the most expensive stage.
+
+    Ties are broken by the smallest sum of squares of the stages' costs, then by the smallest sum of squares
+    of their numbers of layers, then by fewer layers in the first stages, which hold more microbatches.
 
     Args:
-        costs: of each layer, at least 0; whole numbers are summed exactly.
-        stages: at least 1.
+        costs: cost of each layer, at least 0; integers are summed exactly.
+        stages: number of stages, at least 1.
 
     Returns:
         boundaries [stages + 1], from 0 to len(costs).
 
     Raises:
-        ConfigError: there are fewer layers than stages, or a cost is negative or no number.
+        ConfigError: there are fewer layers than stages, or a cost is negative or not finite.
     """
     wrong = [cost for cost in costs if not 0 <= cost < float("inf")]
     if stages < 1 or wrong:
@@ -45,11 +46,11 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _least_peak(offset: list[float], stages: int) -> float:
-    """Return the cost of the dearest stage in the best cut."""
+    """Return the cost of the most expensive stage in the best partition."""
     layers = len(offset) - 1
-    # peaks[j]: of the best cut of the first j layers into as many stages as were gone through. It never falls with j,
-    # and the cost of a last stage from i to j never rises with i: the best i is where the two cross, and that moves on
-    # with j.
+    # peaks[j]: peak cost of the best partition of the first j layers into the stages processed so far.
+    # It never decreases with j, and the cost of a last stage from i to j never increases with i. So the best
+    # i is where the two cross, and the crossing only moves forward as j grows.
     peaks = offset
     for stage in range(2, stages + 1):
         better = [float("inf")] * (layers + 1)
@@ -59,18 +60,19 @@ def _least_peak(offset: list[float], stages: int) -> float:
                 i += 1
             better[j] = max(peaks[i], offset[j] - offset[i])
             if i >= stage:
-                better[j] = min(better[j], offset[j] - offset[i - 1])  # i - 1 lies before the crossing
+                better[j] = min(better[j], offset[j] - offset[i - 1])  # i - 1 is just before the crossing
         peaks = better
     return peaks[layers]
 
 
 def _evenest(offset: list[float], stages: int, peak: float) -> list[int]:
-    """Return the cut with the smallest sums of squares among those whose stages cost at most `peak`."""
+    """Return the partition with the smallest sums of squares among those whose stages cost at most `peak`."""
     layers = len(offset) - 1
-    first = [0] * (layers + 1)  # of a stage that ends before j
+    first = [0] * (layers + 1)  # first[j]: earliest begin of a stage that ends before layer j
     for j in range(1, layers + 1):
         first[j] = next(i for i in range(first[j - 1], j) if offset[j] - offset[i] <= peak)
-    least = [layers]  # in the first s stages, read backwards: with fewer, the others do not fit into the rest
+    # Fewest layers of the first s stages, from s = stages down to 1: with fewer, the rest exceeds the peak.
+    least = [layers]
     for _ in range(1, stages):
         least.append(first[least[-1]])
     reach = max(j for j in range(layers + 1) if offset[j] <= peak)
@@ -87,7 +89,7 @@ def _evenest(offset: list[float], stages: int, peak: float) -> list[int]:
 
 
 class _Sums(NamedTuple):
-    """The best cuts of the first j layers into so many stages, for j from `least` to `reach`.
+    """The best partitions of the first j layers into `stages` stages, for j from `least` to `reach`.
 
     Attributes:
         costs, counts: sums of squares of the stages' costs and of their numbers of layers, by j.
@@ -103,10 +105,12 @@ class _Sums(NamedTuple):
 
 
 def _one_more(offset: list[float], before: _Sums, first: list[int], least: int) -> _Sums:
-    """Return the best cuts of at least so many layers with one stage more, whose first layer is at least `first[j]`.
+    """Extend the best partitions by one stage, for j of at least `least`; the new stage begins at `first[j]`
+    or later.
 
-    Where the best last stage begins never falls with j, for squares of sums obey the quadrangle inequality: the middle
-    row halves the choices of all others.
+    The best begin of the last stage never decreases with j, because squares of sums satisfy the quadrangle
+    inequality. So divide and conquer applies: the result for the middle j halves the candidates of all
+    others.
     """
     layers, stages = len(offset) - 1, before.stages + 1
     least = max(stages, least)
@@ -134,13 +138,13 @@ def _one_more(offset: list[float], before: _Sums, first: list[int], least: int) 
 
 @dataclass(frozen=True)
 class Balance:
-    """The costs and parameters of the stages of a cut.
+    """The costs and parameters of the stages of a partition.
 
     Attributes:
         boundaries: [stages + 1], over the layers.
-        costs: of each stage, in any unit.
-        parameters: elements of each stage.
-        seconds: the unit is known to be that.
+        costs: cost of each stage, in any unit.
+        parameters: parameter elements of each stage.
+        seconds: whether costs are in seconds.
     """
 
     boundaries: tuple[int, ...]
@@ -149,8 +153,8 @@ class Balance:
     seconds: bool = False
 
     def lines(self) -> list[str]:
-        """Return a line for each stage: its layers, its share of the cost against the mean, its parameters in millions.
-        A cost in seconds stands there in milliseconds, too."""
+        """Return a line for each stage: its layers, its share of the cost, its parameters in millions, and
+        its deviation from the mean cost. Costs in seconds are shown in milliseconds, too."""
         total = sum(self.costs)
         rows = []
         for stage, (begin, end) in enumerate(pairwise(self.boundaries)):

@@ -1,4 +1,4 @@
-"""Costs of layers by their shapes, and the methods that `pipeline.partition` knows."""
+"""Layer costs from shapes, and the errors and patterns of the methods of `pipeline.partition`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ WHERE = "pipeline.partition"
 
 
 def elements(modules: Iterable[nn.Module], whole: Mapping[nn.Parameter, int] = MappingProxyType({})) -> int:
-    """Return the elements of the parameters of `modules`, each parameter once; `whole` knows better."""
+    """Return the number of parameter elements in `modules`, each parameter counted once; `whole` overrides
+    the count of a parameter."""
     found = {parameter for module in modules for parameter in module.parameters()}
     return sum(whole.get(parameter, parameter.numel()) for parameter in found)
 
 
 def products(module: nn.Module, *, as_head: bool = False, experts: float = 1.0) -> float:
-    """Return the elements of the weights inside that are multiplied with every token: matrices and kernels, no lookup
-    tables.
+    """Return the number of weight elements in `module` that every token is multiplied with: matrices and
+    kernels, not lookup tables.
 
     Args:
-        as_head: the module's own weight is a matrix though the module is an embedding.
-        experts: share of the experts that a token goes through.
+        as_head: count the module's own weight as a matrix even if the module is an embedding.
+        experts: share of the experts that a token is routed to.
     """
     total = 0.0
     for name, inner in module.named_modules():
@@ -40,7 +41,7 @@ def products(module: nn.Module, *, as_head: bool = False, experts: float = 1.0) 
 
 
 def matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """Return a search for the regular expression of "type:REGEX" in the name of a class, upper or lower case."""
+    """Return a case-insensitive search for the regular expression of "type:REGEX" in a class name."""
     try:
         return re.compile(pattern, re.IGNORECASE).search
     except re.error as error:
@@ -58,7 +59,7 @@ def no_method(method: str) -> ConfigError:
 
 
 def no_match(pattern: str, classes: Iterable[str]) -> ConfigError:
-    """Return the error for a pattern that matches no class of a layer."""
+    """Return the error for a pattern that matches no layer class."""
     return ConfigError(
         f'"{TYPE}{pattern}" matches no layer: their classes are {", ".join(dict.fromkeys(classes))}',
         where=WHERE,
@@ -67,7 +68,7 @@ def no_match(pattern: str, classes: Iterable[str]) -> ConfigError:
 
 
 def not_measured(wanted: str, given: int | None) -> ConfigError:
-    """Return the error for "profile" without numbers, or with too many or too few."""
+    """Return the error for "profile" without measurements, or with the wrong number of them."""
     have = "none were given" if given is None else f"{given} were given"
     return ConfigError(
         f'"profile" needs the measured seconds of {wanted}, and {have}',

@@ -1,6 +1,6 @@
-"""Measurement of the forward and backward of a part of a model, alone: `"partition": "profile"`.
+"""Measures forward and backward of single parts of a model: `"partition": "profile"`.
 
-What ZeRO and the way between stages take is not in it.
+The time of ZeRO and of transfers between stages is not included.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from launcher.pipeline.seeding import drawn_from
 from launcher.tensor.split_model import loss_only
 
 ROUNDS, REPEATS = 5, 2
-"""Passes over all parts, and how often each runs in one. The quickest counts: whatever else the machine does only adds
-time, and mostly to neighbours in time alike."""
+"""Passes over all parts, and runs of each part per pass. The fastest run counts: other load on the machine
+only adds time, mostly to all runs close in time."""
 LOSS = "loss"
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """The settings under which the run computes.
+    """The settings of the run that affect the speed of a part.
 
     Args:
-        dtype: of floating-point parameters.
-        special: names of parameters -> their dtypes, where they depart from it.
+        dtype: dtype of floating-point parameters.
+        special: parameter names -> their dtypes, where these differ from `dtype`.
         autocast: the dtype of torch.autocast; None: off.
-        recomputed: blocks, or layers with parameters, are computed again in backward.
+        recomputed: blocks, or layers with parameters, are recomputed in backward.
     """
 
     device: torch.device
@@ -43,18 +43,18 @@ class MeasureOptions:
 
 
 class PartClock:
-    """Times functions of tensors and their backward, under names."""
+    """Measures forward and backward of functions of tensors, by name."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._rounds: list[dict[str, tuple[float, float]]] = []  # name -> seconds of forward, of backward
 
     def start_round(self) -> None:
-        """Start a round: what comes next was measured before, and the quicker time counts."""
+        """Start another pass over the same parts; the fastest pass counts."""
         self._rounds.append({})
 
     def run(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what `call` returns, cut off from its graph. Further calls under a name in a round add to it."""
+        """Time `call`, and return its output, detached. Times under one name in a round are summed."""
         forward = backward = float("inf")
         output = None
         for _ in range(REPEATS):
@@ -75,10 +75,10 @@ class PartClock:
         return _cut_off(output)
 
     def seconds(self, name: str, *, again: bool = False) -> float:
-        """Return the seconds of forward and backward; nothing where nobody called it.
+        """Return the seconds of forward plus backward; 0 if the part never ran.
 
         Args:
-            again: the forward counts twice.
+            again: count the forward twice, for recomputation.
         """
         forward, backward = (
             min(times) for times in zip(*(r.get(name, (0.0, 0.0)) for r in self._rounds), strict=True)
@@ -87,14 +87,14 @@ class PartClock:
 
 
 def _cut_off(value: Any) -> Any:
-    """Return copies of the tensors. Where they have a gradient it ends there, and they are no leaves: code may change
-    those of its arguments in place."""
+    """Return copies of the tensors, detached from their graph. Copies that require a gradient are not leaves,
+    because the timed code may modify its arguments in place."""
     return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad).clone(), value)
 
 
 @contextmanager
 def set_up(way: MeasureOptions) -> Iterator[None]:
-    """Set autograd and autocast as in training; random numbers go on afterwards as if nothing had been."""
+    """Enable autograd and autocast as in training; restore the random state on exit."""
     autocast = torch.autocast(way.device.type, way.autocast) if way.autocast else nullcontext()
     with drawn_from(0), torch.enable_grad(), autocast, loss_only():
         yield
@@ -102,7 +102,7 @@ def set_up(way: MeasureOptions) -> Iterator[None]:
 
 @contextmanager
 def on_device(modules: Iterable[tuple[str, nn.Module]], way: MeasureOptions) -> Iterator[None]:
-    """Inside, what these modules own is on the device, parameters in the dtype of the run."""
+    """Place the modules' own parameters, in the run's dtype, and buffers on the device inside the context."""
     kept = []
     try:
         for name, module in modules:
@@ -124,7 +124,7 @@ def on_device(modules: Iterable[tuple[str, nn.Module]], way: MeasureOptions) -> 
 
 
 def _value(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return what a tensor holds; where it is on meta, numbers that leave scales alone and let routers choose
+    """Return the values of a tensor; for one on meta, values that preserve scales and let routers choose
     evenly."""
     if not tensor.is_floating_point():
         dtype = tensor.dtype

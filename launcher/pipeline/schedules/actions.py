@@ -1,9 +1,9 @@
-"""`Action` and `PipelineSchedule`: what each rank of a pipeline does, as data. Glossary of the package.
+"""`Action` and `PipelineSchedule`: the actions of each rank of a pipeline, as data. Glossary of the package.
 
-stages (P)      ranks of the pp axis.
-chunks (v)      virtual stages of a rank.
-virtual stage   k in 0 .. P*v - 1, in the order of the model; `rank_of[k]` holds it.
-microbatch      number in 0 .. m - 1.
+stages (P)      number of ranks of the pp axis.
+chunks (v)      number of virtual stages per rank.
+virtual stage   k in 0 .. P*v - 1, in model order; `rank_of[k]` holds it.
+microbatch      index in 0 .. m - 1.
 
 One runtime executes any schedule; the same lists are checked, simulated and drawn. Standard library only.
 """
@@ -17,19 +17,19 @@ from enum import StrEnum
 
 
 class ActionKind(StrEnum):
-    """The kind of work that an action does for one microbatch at one virtual stage."""
+    """The kind of work that an action does for one microbatch in one virtual stage."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # all of it: gradients of the input and of the weights
+    BACKWARD = "B"  # full backward: gradients of the input and of the weights
     INPUT = "I"  # the gradient of the input only
-    WEIGHT = "W"  # the gradients of the weights, which INPUT left
-    SEND_F = "SEND_F"  # the stage's output to the next virtual stage
+    WEIGHT = "W"  # the weight gradients that INPUT deferred
+    SEND_F = "SEND_F"  # send the stage's output to the next virtual stage
     RECV_F = "RECV_F"  # wait for the stage's input
-    SEND_B = "SEND_B"  # the gradient of the stage's input to the virtual stage before
+    SEND_B = "SEND_B"  # send the gradient of the stage's input to the previous virtual stage
     RECV_B = "RECV_B"  # wait for the gradient of the stage's output
-    UPDATE = "U"  # the optimizer steps the weights of the rank, with the gradients since the last time
+    UPDATE = "U"  # optimizer step on the rank's weights, with the gradients since the previous update
 
-    __hash__ = str.__hash__  # Enum's own is Python code, and actions are looked up by the thousand
+    __hash__ = str.__hash__  # Enum's own hash is Python code, too slow for thousands of lookups
 
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
@@ -51,7 +51,7 @@ GIVES_INPUT_GRADIENT = (ActionKind.BACKWARD, ActionKind.INPUT)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One thing that a rank does. `str` is `F2.0`: kind, virtual stage, microbatch."""
+    """One action of a rank. Its `str` consists of kind, virtual stage and microbatch: `F2.0`."""
 
     kind: ActionKind
     stage: int
@@ -62,29 +62,31 @@ class Action:
 
     @property
     def in_words(self) -> str:
-        """ "forward of microbatch 2"."""
+        """Return a description, such as "forward of microbatch 2"."""
         return f"{WORDS[self.kind]} of microbatch {self.microbatch}"
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The actions of every rank of a pipeline in a step, in order.
+    """The actions of every rank of a pipeline in one step, in order.
 
     Args:
-        name: as in `registry.SCHEDULES`.
+        name: key of `registry.SCHEDULES`.
         stages, chunks, microbatches: P, v and m.
         rank_of: the pp rank of each virtual stage.
-        actions: the compute actions of each rank (F, and B or I and W); transfers follow from them (`transfers.py`).
-        held: a bound for each rank: how many (virtual stage, microbatch) it holds the activations of. An activation
-            is held from its F to the end of its B, or of its I.
-        deferred: the same for what an I leaves until its W: the inputs of the layers that have weights, and the
-            gradients of their outputs. The rest of the activation is free after the I. 0 without I and W.
+        actions: the compute actions of each rank (F, and B or I and W); transfers follow from them
+            (`transfers.py`).
+        held: for each rank, the most (virtual stage, microbatch) pairs whose activations it holds at once. An
+            activation is held from its F to the end of its B or I.
+        deferred: for each rank, the most pairs whose weight gradients are deferred at once. From I to W, the
+            inputs of layers with weights and the gradients of their outputs are kept; the rest of the
+            activation is freed after the I. 0 without I and W.
         weight_versions: how many versions of its weights each rank keeps.
         update_every: microbatches between two updates of the weights.
-        flushes: whether the pipeline drains before the weights change. Where it does not, training is NOT that of
-            one process: a microbatch sees weights that are some updates old (`asynchronous.py`).
-        delay: by how many updates the weights of a microbatch are older than one process would have them, the same on
-            all ranks; None: each rank takes its newest, and changes them after each of its backwards.
+        flushes: whether the pipeline drains before the weights change. If not, training is NOT equivalent to
+            that of one process: a microbatch uses weights that are some updates old (`asynchronous.py`).
+        delay: by how many updates the weights of a microbatch lag behind those of one process, the same on
+            all ranks; None: each rank uses its newest weights, and updates them after each of its backwards.
     """
 
     name: str
@@ -107,26 +109,26 @@ class PipelineSchedule:
 
     @property
     def updates_inside(self) -> bool:
-        """Return whether weights change between the actions of a step, on each rank by itself."""
+        """Return whether each rank updates its weights on its own, between the actions of a step."""
         return self.delay is None
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the virtual stages of a rank, in the order of the model; the position is the chunk."""
+        """Return the virtual stages of a rank, in model order; the position is the chunk."""
         return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
 
 
 def dependencies(schedule: PipelineSchedule) -> dict[Action, tuple[Action, ...]]:
-    """Return, for each action, those that must have ended before it starts.
+    """Return, for each action, the actions that must end before it starts.
 
     F(k, m) needs F(k-1, m). B(k, m) and I(k, m) need F(k, m), and B or I of (k+1, m). W(k, m) needs I(k, m).
-    Where an action is missing in the lists, so it is here: `check` finds it.
+    Actions missing from the lists are missing here, too: `check` reports them.
     """
     known = {action for actions in schedule.actions for action in actions}
     return {action: needs(action, schedule.virtual_stages, known) for action in known}
 
 
 def needs(action: Action, virtual_stages: int, known: Collection[Action]) -> tuple[Action, ...]:
-    """Return what must have ended before an action starts; `known`: all of the step."""
+    """Return the actions that must end before `action` starts; `known`: all actions of the step."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind is ActionKind.WEIGHT:
         return (Action(ActionKind.INPUT, stage, microbatch),)
@@ -139,16 +141,16 @@ def needs(action: Action, virtual_stages: int, known: Collection[Action]) -> tup
 def walk(
     schedule: PipelineSchedule, needs: dict[Action, tuple[Action, ...]]
 ) -> tuple[list[tuple[int, Action]], dict[int, Action]]:
-    """Execute the lists: each rank in its order, an action when all that it needs is done.
+    """Run the lists: each rank in order, each action once its dependencies are done.
 
     Returns:
-        (rank, action) in an order in which every action stands after what it needs; and for each rank that came to a
-        halt the action at which it waits for ever: empty where the schedule has no deadlock.
+        (rank, action) pairs, each after its dependencies; and rank -> the action at which the rank is stuck,
+        empty if the schedule has no deadlock.
     """
     order: list[tuple[int, Action]] = []
     done: set[Action] = set()
     position = [0] * len(schedule.actions)
-    waiting: dict[Action, list[int]] = {}  # ranks by what they wait for
+    waiting: dict[Action, list[int]] = {}  # missing action -> ranks that wait for it
     ready = deque(range(len(schedule.actions)))
     while ready:
         rank = ready.popleft()

@@ -1,6 +1,6 @@
-"""Experimental: schedules that do not drain before the weights change, and which weights a microbatch sees.
+"""Experimental schedules that do not drain before the weights change, and the weight versions they use.
 
-Their gradients are those of older weights, so training is NOT that of one process.
+Gradients are computed with stale weights, so training is NOT equivalent to that of one process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from launcher.pipeline.schedules.synchronous import one_f_one_b
 
 
 def pipedream(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """Build PipeDream (Narayanan et al., SOSP 2019): 1F1B that never drains; the weights change after each backward.
+    """Build PipeDream (Narayanan et al., SOSP 2019): 1F1B that never drains, with updates after each
+    backward.
 
-    NOT equal to synchronous training. The forward of a microbatch takes the newest weights of its rank, and its
-    backward the same ones, which are kept for it: up to P - r versions on rank r. Ranks differ in how old they are.
-    The list is that of one step between an empty pipeline and an empty one.
+    NOT equal to synchronous training. The forward of a microbatch uses the newest weights of its rank, and
+    its backward uses the same version, which is stashed: up to P - r versions on rank r. Staleness differs
+    between ranks. The actions are those of one step that starts and ends with an empty pipeline.
     """
     drained = one_f_one_b(stages, microbatches)
     return replace(
@@ -26,10 +27,11 @@ def pipedream(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedu
 
 
 def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """Build PipeDream-2BW (Narayanan et al. 2006.09503): 1F1B that never drains; weights change after m microbatches.
+    """Build PipeDream-2BW (Narayanan et al. 2006.09503): never drains; weights change every m microbatches.
 
-    NOT equal to synchronous training: step t takes, on all ranks, the weights from before step t - 1, and so a gradient
-    is one update old. Two versions are kept. Needs m >= P, else the weights of a step are not ready when it starts.
+    NOT equal to synchronous training: on all ranks, step t uses the weights from before step t - 1, so
+    gradients are one update old. Two versions are kept. Needs m >= P, so that the weights of a step are ready
+    in time.
 
     Raises:
         ConfigError: m < P.
@@ -45,10 +47,11 @@ def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> Pip
 
 
 def weights_used(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
-    """Return, for each rank and microbatch, how many updates the weights of its forward and backward have behind them.
+    """Return, for each rank and microbatch, the version of the weights that its forward and backward use.
 
-    Counted from the first action of the schedule. 0 throughout where the pipeline drains. pipedream takes the newest
-    weights of the rank; 2bw those from before the last step, on all ranks, so that they agree.
+    Versions count updates since the first action of the schedule: all 0 if the pipeline drains. pipedream
+    uses the newest weights of each rank; 2bw uses those from before the last step on all ranks, so that the
+    ranks agree.
     """
     if schedule.delay is not None:
         steps = (number // schedule.update_every for number in range(schedule.microbatches))

@@ -1,4 +1,4 @@
-"""`check`: whether a schedule can be run. Every schedule is checked before it runs, once."""
+"""Checks that a schedule can run. Every schedule is checked once, before it first runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from launcher.pipeline.schedules.actions import (
 
 
 def check(schedule: PipelineSchedule) -> None:
-    """Find every action once, on its rank, after what it needs, and within the memory that is promised.
+    """Check that each action occurs once, on its rank, after its dependencies, within the declared memory.
 
-    Ranks are taken to run their lists in order, to wait for what they receive, and not to wait for what they send. A
-    schedule without any backward is one of an evaluation, which holds nothing.
+    Ranks are assumed to run their lists in order, to wait for receives, and not to wait for sends. A schedule
+    without any backward is an evaluation, which holds no activations.
 
     Raises:
-        LauncherError: naming rank, action and what is missing.
+        LauncherError: the schedule cannot run; the message contains rank, action and what is missing.
     """
     trains = any(action.kind is not ActionKind.FORWARD for actions in schedule.actions for action in actions)
     _complete(schedule, trains)
@@ -32,8 +32,8 @@ def check(schedule: PipelineSchedule) -> None:
 
 
 def _complete(schedule: PipelineSchedule, trains: bool) -> None:
-    """Check that each rank has F and B (or I and W) of all its virtual stages and microbatches, once, and nothing
-    else."""
+    """Check that each rank has exactly the F and B (or I and W) of all its virtual stages and
+    microbatches."""
     for rank, actions in enumerate(schedule.actions):
         counts = Counter(actions)
         expected = _expected(schedule, rank, counts, trains)
@@ -50,7 +50,7 @@ def _complete(schedule: PipelineSchedule, trains: bool) -> None:
 def _expected(
     schedule: PipelineSchedule, rank: int, there: Counter[Action], trains: bool
 ) -> dict[Action, None]:
-    """Return what the rank has to do. A backward is split where either half of it is there."""
+    """Return the actions that the rank must have. A backward is split if either of its halves occurs."""
     expected: dict[Action, None] = {}
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.microbatches):

@@ -1,4 +1,4 @@
-"""The schedules by name."""
+"""The registry of schedules by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class ScheduleBuilder:
 
     Args:
         make: (stages, microbatches, chunks) -> Schedule.
-        chunks: the fixed number of virtual stages a rank has; None where the user chooses.
-        drained: the same schedule where no weights change: in an evaluation, and for the place of stages; "": itself.
+        chunks: the fixed number of virtual stages per rank; None: the user chooses.
+        drained: name of the schedule to use where no weights change, for evaluation and for the placement of
+            stages; "": this schedule.
     """
 
     make: Callable[[int, int, int], PipelineSchedule]
@@ -39,21 +40,21 @@ def _two_buffered_weights(stages: int, microbatches: int, chunks: int) -> Pipeli
 
 
 ONE_STAGE = "1f1b"
-"""For a model that is not cut: each forward is followed by its backward."""
+"""The schedule of an uncut model: each forward is followed by its backward."""
 
 
 @lru_cache(maxsize=64)  # the same at every step
 def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
-    """Return the schedule of a name.
+    """Return the schedule with this name.
 
     Args:
         name: a key of `SCHEDULES`.
-        stages: ranks of the pp axis, P. 1 works for all: there is nothing to overlap.
-        microbatches: of a step, m.
-        chunks: virtual stages a rank has, v; None takes what the schedule has, for interleaved 2.
+        stages: number of ranks of the pp axis, P. Every schedule supports 1, with nothing to overlap.
+        microbatches: microbatches per step, m.
+        chunks: virtual stages per rank, v; None: the schedule's own number, 2 for interleaved.
 
     Raises:
-        ConfigError: the name is unknown, or the schedule does not allow the numbers.
+        ConfigError: the name is unknown, or the schedule does not support these numbers.
     """
     where = "pipeline schedule"
     if name not in SCHEDULES:
@@ -92,5 +93,5 @@ SCHEDULES = {
 
 
 def drained(name: str) -> str:
-    """Return the name of the same schedule where no weights change."""
+    """Return the name of the schedule to use in place of `name` where no weights change."""
     return SCHEDULES[name].drained or name

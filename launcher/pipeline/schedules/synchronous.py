@@ -1,8 +1,8 @@
 """The synchronous schedules: functions from (stages, microbatches, chunks) to lists of actions.
 
-All are one pattern, `_weave`: some forwards to fill the pipeline; then a backward and a forward in turns; then what is
-left of the backwards. A schedule says in which order its rank takes forwards and backwards, how many forwards come
-first, and, where backwards are split, how far the weight gradients lag behind.
+All follow one pattern, `_weave`: warmup forwards that fill the pipeline, then alternating backwards and
+forwards, then the remaining backwards. A schedule specifies the order of a rank's forwards and backwards, the
+number of warmup forwards and, where backwards are split, how far the weight gradients lag behind.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from collections.abc import Callable, Iterable, Sequence
 
 from launcher.pipeline.schedules.actions import Action, ActionKind, PipelineSchedule
 
-# A (virtual stage, microbatch); None is a turn that passes, so that what follows keeps its place in the pattern.
+# (virtual stage, microbatch), or None: a skipped turn, so that later slots keep their place in the pattern.
 ScheduleSlot = tuple[int, int] | None
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """Build GPipe (Huang et al. 1811.06965): all forwards, then all backwards. Holds every microbatch."""
+    """Build GPipe (Huang et al. 1811.06965): all forwards, then all backwards. Holds all microbatches."""
     return _one_chunk("gpipe", stages, microbatches, lambda rank: microbatches)
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """Build 1F1B (PipeDream-flush, Narayanan et al. 2104.04473): backwards as early as possible.
 
-    GPipe's bubble; rank r holds P - r microbatches, however many there are.
+    Has GPipe's bubble, but rank r holds at most P - r microbatches, independent of m.
     """
     return _one_chunk("1f1b", stages, microbatches, lambda rank: stages - rank)
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    """Build interleaved 1F1B (Narayanan et al. 2104.04473): virtual stage k on rank k % P; 1F1B's bubble divided by v.
+    """Build interleaved 1F1B (Narayanan et al. 2104.04473): stage k on rank k % P; 1F1B's bubble / v.
 
-    A rank takes a group of microbatches through one chunk, then through the next. Groups of exactly P need m to be a
-    multiple of P. Here the groups are P or more, as even as can be, which makes the same bubble for every m >= P; a
-    rank holds (v - 1)(largest group - P) more.
+    A rank runs a group of microbatches through one chunk, then through the next. Groups of exactly P would
+    require m to be a multiple of P. Here a group has P or more microbatches, and groups are as even as
+    possible: the bubble is the same for every m >= P, and a rank holds (v - 1)(largest group - P) more
+    activations.
     """
     groups = max(1, microbatches // stages)
     sizes = [microbatches // groups + (group < microbatches % groups) for group in range(groups)]
@@ -56,19 +57,20 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
 
 
 def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """Build ZB-H1 (Qi et al. 2401.10241): 1F1B whose weight gradients fill the bubble; a third of it where F = I = W.
+    """Build ZB-H1 (Qi et al. 2401.10241): 1F1B that fills its bubble with W; a third is left if F = I = W.
 
-    Rank r runs the weight gradients r microbatches later, so that with them every rank has P microbatches under way:
-    the memory of 1F1B's first rank.
+    Rank r computes weight gradients r microbatches later. Including these, every rank has P microbatches in
+    flight: the memory of 1F1B's first rank.
     """
     return _one_chunk("zb-h1", stages, microbatches, lambda rank: stages - rank, lag=lambda rank: rank)
 
 
 def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
-    """Build ZB-V (Qi et al. 2401.10241, 2405.15362): rank r has virtual stages r and 2P - 1 - r, a V through the ranks.
+    """Build ZB-V (Qi et al. 2401.10241, 2405.15362): rank r has stages r and 2P - 1 - r, a V.
 
-    First and last stage lie on rank 0, and all ranks hold the same: 2P halves, what 1F1B's first rank holds. Where
-    F = I = W and m >= 2P - 2 the step takes no longer than the last rank computes, and waits for its first microbatch.
+    The first and the last virtual stage are on rank 0. Every rank holds 2P half-size activations, as much as
+    1F1B's first rank. Where F = I = W and m >= 2P - 2, the step takes only as long as the last rank computes
+    and waits for its first microbatch.
     """
 
     def rank_actions(rank: int) -> list[Action]:
@@ -77,7 +79,7 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
         steady = [0, 1] * microbatches
         forwards = _slots([0] * (2 * down - 1) + [1, 0] * rank + [1] * down + steady, held, microbatches)
         backwards = _slots([1] * down + steady + [0] * down, held, microbatches)
-        # The last input gradients run without pause, for the ranks that wait for them.
+        # The last input gradients run back to back, because other ranks wait for them.
         hurry = 2 * microbatches - down - behind
         return _weave(forwards, backwards, 2 * stages, lambda turn: min(max(0, turn + 1 - hurry), behind))
 
@@ -98,8 +100,8 @@ def _one_chunk(
     warmup: Callable[[int], int],
     lag: Callable[[int], int] | None = None,
 ) -> PipelineSchedule:
-    """Return a schedule in which rank r is stage r. `warmup` and `lag` (None: whole backwards) are functions of the
-    rank."""
+    """Return a schedule in which rank r is stage r. `warmup` and `lag` (None: backwards are not split) are
+    functions of the rank."""
 
     def rank_actions(rank: int) -> list[Action]:
         slots: list[ScheduleSlot] = [(rank, microbatch) for microbatch in range(microbatches)]
@@ -140,7 +142,8 @@ def _synchronous(
 
 
 def _slots(chunks: Iterable[int], stages: Sequence[int], microbatches: int) -> list[ScheduleSlot]:
-    """Return a pattern of chunks with the microbatches numbered; a turn of a chunk that has had all of them passes."""
+    """Assign microbatches to a pattern of chunks, in order; a chunk that has had all of them skips its
+    turn."""
     turns = [0] * len(stages)
     slots: list[ScheduleSlot] = []
     for chunk in chunks:
@@ -155,17 +158,17 @@ def _weave(
     warmup: int,
     lag: Callable[[int], int] | None = None,
 ) -> list[Action]:
-    """Return `warmup` forwards; then a backward and a forward in turns, until neither is left.
+    """Return `warmup` forwards, then alternating backwards and forwards until none are left.
 
     Args:
-        forwards, backwards: what the rank runs, in order.
-        warmup: forwards before the first backward.
-        lag: None for whole backwards. Else they are split, and after the backward of turn n the weight gradients of
-            all but the last `lag(n)` turns are made.
+        forwards, backwards: the rank's forwards and backwards, in order.
+        warmup: number of forwards before the first backward.
+        lag: None: backwards are not split. Otherwise, after the input gradient of turn n, the weight
+            gradients of all but the last `lag(n)` turns are computed.
     """
     back = ActionKind.BACKWARD if lag is None else ActionKind.INPUT
     made: list[tuple[ActionKind, ScheduleSlot]] = [(ActionKind.FORWARD, slot) for slot in forwards[:warmup]]
-    weights = 0  # turns whose weight gradients are made
+    weights = 0  # number of turns whose weight gradients are scheduled
     for turn in range(max(len(backwards), len(forwards) - warmup)):
         made.extend((back, slot) for slot in backwards[turn : turn + 1])
         if lag is not None:

@@ -1,9 +1,9 @@
-"""Transfers of a schedule: what ranks send each other, and when a rank changes its weights by itself.
+"""Adds transfers between ranks, and weight updates inside of a step, to a schedule.
 
-A SEND stands right after the action that makes what is sent, and does not wait. A RECV stands right before the action
-that needs what is received, and is the wait for it: receives are posted ahead, in the order in which they arrive
-(`arrivals`), because a pair of ranks has no tags. Nothing is sent between virtual stages of one rank. An UPDATE stands
-after a backward and its SEND, so that nobody waits for it.
+A SEND comes right after the action that computes the data, and does not block. A RECV comes right before the
+action that needs the data, and waits for it: receives are posted ahead, in the order of arrival (`arrivals`),
+because p2p between two ranks has no tags. Nothing is sent between virtual stages of one rank. An UPDATE comes
+after a backward and its SEND, so that no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from launcher.pipeline.schedules.check import check
 
 @lru_cache(maxsize=16)  # the same at every step
 def with_transfers(schedule: PipelineSchedule) -> tuple[tuple[Action, ...], ...]:
-    """Return all that each rank does, in order: the schedule's actions with SEND, RECV and UPDATE between them.
+    """Return all actions of each rank, in order: those of the schedule with SEND, RECV and UPDATE inserted.
 
     Raises:
-        LauncherError: the schedule cannot be run (`check.py`).
+        LauncherError: the schedule cannot run (`check.py`).
     """
     check(schedule)
     return tuple(actions_of(schedule, rank) for rank in range(len(schedule.actions)))
 
 
 def actions_of(schedule: PipelineSchedule, rank: int) -> tuple[Action, ...]:
-    """The same of one rank, of a schedule that is known to run."""
+    """Return the actions of one rank as in `with_transfers`, for a schedule that has been checked."""
     return tuple(step for action in schedule.actions[rank] for step in _surrounded(schedule, action))
 
 
 @lru_cache(maxsize=16)
 def arrivals(schedule: PipelineSchedule) -> tuple[dict[tuple[int, ActionKind], tuple[Action, ...]], ...]:
-    """Return what reaches each rank, in the order in which the sender sends it.
+    """Return the receives of each rank, in the order in which the sender sends.
 
     Returns:
-        for each rank, by (source rank, RECV_F or RECV_B): the RECV actions of this rank. This order need not be the one
-        in which the rank waits for them.
+        for each rank, (source rank, RECV_F or RECV_B) -> the RECV actions of this rank. The rank may wait for
+        them in another order.
     """
     inbound: list[dict[tuple[int, ActionKind], list[Action]]] = [{} for _ in schedule.actions]
     for source, actions in enumerate(with_transfers(schedule)):
@@ -49,14 +49,14 @@ def arrivals(schedule: PipelineSchedule) -> tuple[dict[tuple[int, ActionKind], t
 
 
 def matching_receive(send: Action) -> Action:
-    """Return the RECV of a SEND, at the virtual stage after or before it."""
+    """Return the RECV that matches a SEND, at the next or the previous virtual stage."""
     if send.kind is ActionKind.SEND_F:
         return Action(ActionKind.RECV_F, send.stage + 1, send.microbatch)
     return Action(ActionKind.RECV_B, send.stage - 1, send.microbatch)
 
 
 def _surrounded(schedule: PipelineSchedule, action: Action) -> list[Action]:
-    """Return an action with what it receives, sends and updates."""
+    """Return an action with its RECV before it, and its SEND and UPDATE after it."""
     stage, microbatch = action.stage, action.microbatch
 
     def away(other: int) -> bool:

@@ -1,1 +1,1 @@
-"""`PipelineModule`, a model as a row of layers (DeepSpeed's API), and its cut into stages."""
+"""`PipelineModule`, a model as a sequence of layers (DeepSpeed's API), and its partition into stages."""

@@ -1,4 +1,4 @@
-"""Costs of the layers of a row, by a method of `pipeline.partition`."""
+"""Costs of the layers of a `PipelineModule`, by the methods of `pipeline.partition`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from launcher.pipeline.partition.costs import elements, matcher, no_match, no_me
 from launcher.pipeline.sequential.specs import LayerSpec, PipelineLayer, class_of
 
 LayerSize = tuple[int, float]
-"""Elements of a layer's parameters, and of its weights that are multiplied with every token."""
+"""Number of elements of a layer's parameters, and of its weights that every token is multiplied with."""
 
 
 def known_method(method: str) -> str:
-    """Return the method as it is spelled here.
+    """Return the canonical spelling of a method.
 
     Raises:
-        ConfigError: there is no such method.
+        ConfigError: the method is unknown.
     """
     found = method_of(method)
     if found is None:
@@ -27,7 +27,7 @@ def known_method(method: str) -> str:
 
 
 def sizes_of(layers: Sequence[PipelineLayer], module_of: Callable[[int], nn.Module]) -> list[LayerSize]:
-    """Return the size of each layer; `module_of`: the module of the layer at an index, on meta or not."""
+    """Return the size of each layer; `module_of`: index -> module of the layer, on meta or not."""
     sizes: list[LayerSize] = []
     for index, (source, home) in enumerate(layers):
         if not isinstance(source, LayerSpec | nn.Module):
@@ -44,14 +44,15 @@ def costs_of(
     sizes: Callable[[], list[LayerSize]],
     measured: Sequence[float] | None,
 ) -> list[float]:
-    """Return the cost of each layer, in the unit of the method: 1, elements, operations of a token, or seconds.
+    """Return the cost of each layer, in the unit of the method: 1, elements, operations of a token, or
+    seconds.
 
     Args:
-        sizes: called where they are needed: modules must be built for them.
-        measured: for "profile".
+        sizes: called only if sizes are needed, because modules must be built for them.
+        measured: measured seconds, for "profile".
 
     Raises:
-        ConfigError: no layer matches "type:REGEX", or "profile" without numbers.
+        ConfigError: no layer matches "type:REGEX", or "profile" without measurements.
     """
     if method == "uniform":
         return [1.0] * len(layers)

@@ -1,5 +1,5 @@
-"""This rank's place among stages, data-parallel and tensor-parallel ranks, by DeepSpeed's names: `engine.grid`, and
-`deepspeed.runtime.pipe.topology.PipelineParallelGrid` for models that ask before there is an engine."""
+"""This rank's coordinates and process groups along pp, dp and tp, under DeepSpeed's names: `engine.grid`, and
+`deepspeed.runtime.pipe.topology.PipelineParallelGrid` for models that need them before the engine exists."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from launcher.pipeline.sequential.topology import (
 )
 
 AXES = {"pipe": "pp", "data": "dp", "sequence": "cp", "model": "tp"}
-"""Of a topology, and of the mesh; outermost first."""
+"""Axis names of a topology -> axis names of the mesh; outermost first."""
 
 
 def _topology_of(mesh: Mesh) -> ProcessTopology:
-    """Return the topology of a mesh: of DeepSpeed's class, which has no axis of ranks that share a sequence, if it can
-    be."""
+    """Return the topology of a mesh, as DeepSpeed's class if there is no sequence axis, which that class does
+    not have."""
     degrees = {name: mesh.axes[axis].degree for name, axis in AXES.items()}
     if degrees["sequence"] > 1:
         return ProcessTopology(list(degrees), list(degrees.values()))
@@ -31,15 +31,16 @@ def _topology_of(mesh: Mesh) -> ProcessTopology:
 
 
 class PipelineParallelGrid:
-    """This rank's place in a topology of pipe, data and (maybe) model.
+    """This rank's coordinates in a topology of pipe, data and optionally model.
 
     Args:
-        topology: default: all ranks along data. Its groups are made, so every rank must make the grid.
-        process_group: of the ranks; not needed.
-        mesh: of an engine, instead of a topology; its groups are taken.
+        topology: default: all ranks along data. Its process groups are created, so every rank must create the
+            grid.
+        process_group: group of the ranks; ignored.
+        mesh: mesh of an engine, in place of a topology; its groups are reused.
 
     Raises:
-        ConfigError: the topology has another number of ranks than there are.
+        ConfigError: the topology does not have world size ranks.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class PipelineParallelGrid:
         return lists, mine, group
 
     def _share_batches(self) -> None:
-        """Find the ranks that hold parts of one model."""
+        """Determine the ranks that hold parts of the same model replica."""
         others = [axis for axis in ("data", "sequence") if axis in self._topo.axes]
         spans = itertools.product(*(range(self._topo.get_dim(axis)) for axis in others))
         lists = [self._topo.filter_match(**dict(zip(others, numbers, strict=True))) for numbers in spans]
@@ -111,7 +112,7 @@ class PipelineParallelGrid:
         return self.data_parallel_id
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank at another stage with this one's other coordinates."""
+        """Return the rank at another stage with otherwise the same coordinates as this rank."""
         place = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**place, "pipe": stage_id, **kwargs})
 
@@ -146,10 +147,11 @@ class PipelineParallelGrid:
         return self.ds_model_world_size
 
     def get_model_parallel_group(self) -> Any:
-        """Return the ranks that hold parts of one model.
+        """Return the process group of the ranks that hold parts of the same model replica.
 
         Raises:
-            LauncherError: an engine has no such group, where there are stages and tensor-parallel ranks.
+            LauncherError: the grid is of an engine with both stages and tensor-parallel ranks, which has no
+                such group.
         """
         if self.ds_model_proc_group is None and self.ds_model_world_size > 1:
             raise LauncherError(

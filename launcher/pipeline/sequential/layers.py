@@ -1,10 +1,10 @@
-"""`PipelineModule`: a model as a row of layers, each built only by the ranks that run it. DeepSpeed's API.
+"""DeepSpeed's `PipelineModule`: a model as a sequence of layers, each built only by the ranks that run it.
 
-    LayerSpec, TiedLayerSpec   a class and its arguments: what a layer will be
+    LayerSpec, TiedLayerSpec   a class and its arguments, from which a layer is built
     home                       the index of the layer whose module a layer runs (`specs.py`). Parameters are named by
-                               it: `{home}.{name}`, as nn.Sequential names them
+                               it: `{home}.{name}`, as in nn.Sequential
 
-A layer takes what the one before it returns: a tensor, or a tuple of tensors, as one argument.
+A layer takes the output of the previous layer, a tensor or a tuple of tensors, as its only argument.
 """
 
 from __future__ import annotations
@@ -35,34 +35,39 @@ from launcher.pipeline.sequential.topology import ProcessTopology, stage_of_this
 
 
 class PipelineModule(nn.Module):
-    """A row of layers. It keeps what layers are made from; `build` makes those of a stage. Where there is a process
-    group already, and the number of stages is known, the layers of this rank's stage are made at once: its submodules.
+    """A sequence of layers. It stores their specifications; `build` builds the layers of a stage. If a
+    process group exists already and the number of stages is known, the layers of this rank's stage are built
+    at once, as submodules.
 
     Args:
-        layers: LayerSpecs, modules and functions; or an nn.Sequential, whose names stay. Modules that are there already
-            keep their values: every rank must have made the same ones.
-        num_stages: stages; None: as the topology or the JSON says.
-        topology: names the degrees of the axes pipe, data and model.
-        loss_fn: loss_fn(outputs, labels) -> loss, on the last stage. It has no parameters.
-        seed_layers: layer i is made under the seed base_seed + i, else under one from (base_seed, i). Either way values
-            depend neither on the cut nor on the rank.
-        seed_fn: called with that number in place of seeding Python, numpy and torch.
+        layers: LayerSpecs, modules and functions; or an nn.Sequential, whose names are kept. Modules that are
+            already built keep their values, which must be the same on every rank.
+        num_stages: number of stages; None: as specified by the topology or the config.
+        topology: specifies the degrees of the axes pipe, data and model.
+        loss_fn: loss_fn(outputs, labels) -> loss, on the last stage. It must not have parameters.
+        seed_layers: seed layer i with base_seed + i, else with a hash of (base_seed, i). In both cases
+            initial values depend neither on the partition nor on the rank.
+        seed_fn: called with that seed in place of seeding Python, numpy and torch.
         partition_method: "parameters", "uniform", "best", "profile" or "type:REGEX".
-        activation_checkpoint_interval: so many neighbouring layers are recomputed together in backward; 0: none.
-        activation_checkpoint_func: recomputes: func(function, *inputs); None: `launcher.checkpointing.checkpoint`.
-        checkpointable_layers: class names: only groups of these alone are recomputed; None: those with parameters.
-        dynamic_shape: taken as DeepSpeed has it; shapes may always differ between microbatches.
+        activation_checkpoint_interval: number of consecutive layers that are recomputed together in backward;
+            0: no activation checkpointing.
+        activation_checkpoint_func: func(function, *inputs), which checkpoints a function; None:
+            `launcher.checkpointing.checkpoint`.
+        checkpointable_layers: class names; only groups made up of these classes are recomputed. None: groups
+            with parameters.
+        dynamic_shape: accepted for compatibility with DeepSpeed; shapes may always differ between
+            microbatches.
 
     Attributes:
-        tied: key -> indices of the layers; of a module that stands in the row twice the key is "layer {first index}".
-        made: modules of this rank's stage that are there before initialize(), by the index of their home.
-        cut: the boundaries of the stages that they are of; None: there are none.
+        tied: key -> indices of the layers; for a module that occurs twice the key is "layer {first index}".
+        made: home index -> module, for the modules of this rank's stage that were built before initialize().
+        cut: the stage boundaries for which `made` was built; None: nothing was built.
 
     Raises:
-        ConfigError: what stands in `layers` is no layer, ties contradict each other, or stages do.
+        ConfigError: an item of `layers` is not a layer, or ties or numbers of stages contradict each other.
     """
 
-    is_row_of_layers = True  # `engine/staging.py` asks, and need not import this file
+    is_row_of_layers = True  # lets `engine/staging.py` recognise it without importing this file
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class PipelineModule(nn.Module):
         self._layers, self.tied = row_of([source for _, source in named])
         self.num_stages = stages_of(num_stages, topology)
         self._topology = topology
-        # Not as attributes of an nn.Module: it would take their parameters for those of a stage.
+        # In a tuple: nn.Module would register modules among them, and so their parameters, as the stage's.
         self._functions = (_checked_loss(loss_fn), seed_fn, activation_checkpoint_func)
         self.seed_layers, self.base_seed = seed_layers, base_seed
         self.partition_method = known_method(partition_method)
@@ -96,8 +101,8 @@ class PipelineModule(nn.Module):
         self.cut = self._make_own()
 
     def _make_own(self) -> list[int] | None:
-        """Build the layers of this rank early: scripts give their parameters to an optimizer, or count them, before
-        initialize()."""
+        """Build the layers of this rank early: scripts pass their parameters to an optimizer, or count them,
+        before initialize()."""
         stage = stage_of_this_rank(self.num_stages)
         measures = self.partition_method == "profile"
         if stage is None or measures or not _built_as_ever():
@@ -109,7 +114,7 @@ class PipelineModule(nn.Module):
         return boundaries
 
     def give_up_own(self) -> None:
-        """Forget what was made of a stage that this rank does not run after all."""
+        """Discard the modules that were built for a stage that this rank turns out not to run."""
         for home in self.made:
             delattr(self, self._names[home])
         self.made.clear()
@@ -124,11 +129,12 @@ class PipelineModule(nn.Module):
         return self._functions[0]
 
     def topology(self) -> ProcessTopology | None:
-        """Return the topology that was given."""
+        """Return the topology argument."""
         return self._topology
 
     def configure(self, section: PipelineConfig) -> None:
-        """Take the keys that the JSON writes before arguments; its stages are `Config.with_stages`' business."""
+        """Apply the keys set in the config, which override arguments; stages are handled by
+        `Config.with_stages`."""
         if "partition" in section.model_fields_set:
             self.partition_method = section.partition
         if "seed_layers" in section.model_fields_set:
@@ -143,7 +149,7 @@ class PipelineModule(nn.Module):
             degrees: pipe, data and model.
 
         Raises:
-            ConfigError: one is another.
+            ConfigError: a degree differs.
         """
         for axis, degree in degrees.items():
             wanted = self._topology.get_dim(axis) if self._topology else 0
@@ -159,7 +165,8 @@ class PipelineModule(nn.Module):
         return partition(self.layer_costs(self.partition_method, measured), virtual_stages)
 
     def balance(self, boundaries: Sequence[int], measured: Sequence[float] | None = None) -> Balance:
-        """Return what each virtual stage has; a tied layer counts wherever it runs."""
+        """Return the costs and parameters of each virtual stage; a tied layer counts in each of its
+        stages."""
         costs = self.layer_costs(self.partition_method, measured)
         spans = [slice(*span) for span in pairwise(boundaries)]
         counts = [int(size) for size, _ in self._sizes]
@@ -171,25 +178,27 @@ class PipelineModule(nn.Module):
         )
 
     def layer_costs(self, method: str, measured: Sequence[float] | None = None) -> list[float]:
-        """Return the cost of each layer, in the unit of the method: 1, elements, operations of a token, or seconds.
+        """Return the cost of each layer, in the unit of the method: 1, elements, operations of a token, or
+        seconds.
 
         Args:
             method: as `partition_method`.
-            measured: for "profile".
+            measured: measured seconds, for "profile".
 
         Raises:
-            ConfigError: no layer matches "type:REGEX", "profile" without numbers, or no such method.
+            ConfigError: no layer matches "type:REGEX", "profile" without measurements, or the method is
+                unknown.
         """
         return costs_of(known_method(method), self._layers, lambda: self._sizes, measured)
 
     def build(
         self, first: int, last: int, seed: int | None = None, made: dict[int, nn.Module] | None = None
     ) -> PipelineStage:
-        """Return the layers `first` .. `last` - 1, on the device of the context; the random state stays as it was.
+        """Build the layers `first` .. `last` - 1, on the context's device; the random state is preserved.
 
         Args:
-            seed: in place of `base_seed`.
-            made: modules by the index of their home, which are there already; gets those that are made.
+            seed: replaces `base_seed`.
+            made: home index -> module already built; newly built modules are added to it.
 
         Raises:
             ConfigError: there are no such layers, or a tied layer lacks its `tied_weight_attr`.
@@ -231,7 +240,7 @@ class PipelineModule(nn.Module):
         return self._layers[index].home
 
     def whole(self) -> nn.Module:
-        """Return all layers under their names, for names and shapes: what is not built yet is on meta."""
+        """Return all layers under their names, for names and shapes: layers not built yet are on meta."""
         whole = nn.Module()
         for index, (source, home) in enumerate(self._layers):
             if home == index and isinstance(source, LayerSpec | nn.Module):
@@ -255,23 +264,23 @@ class PipelineModule(nn.Module):
 
     @cached_property
     def _sizes(self) -> list[tuple[int, float]]:
-        """Return (elements of the parameters, of the weights that are multiplied) of each layer."""
+        """Return the `LayerSize` of each layer."""
         return sizes_of(self._layers, self._shapes)
 
     def _shapes(self, index: int) -> nn.Module:
-        """Return a layer for its shapes: on meta, and for real where its class cannot be built there."""
+        """Return a layer for its shapes: on meta, or on a real device if its class requires it."""
         source = self._layers[index].source
         if index in self.made:
             return self.made[index]
         try:
             with torch.device("meta"), drawn_from(0):
                 return source.build() if isinstance(source, LayerSpec) else self._module(index, 0)
-        except (RuntimeError, NotImplementedError):  # its __init__ looks at values
+        except (RuntimeError, NotImplementedError):  # its __init__ reads values
             return self._module(index, self.base_seed)
 
 
 def _built_as_ever() -> bool:
-    """Return the modules keep the parameters that they are built with: this is not inside zero.Init."""
+    """Return whether modules keep the parameters they are built with: not inside zero.Init, nor on meta."""
     watched = nn.modules.module._global_module_registration_hooks
     return not watched and torch.get_default_device().type != "meta"
 
@@ -279,7 +288,7 @@ def _built_as_ever() -> bool:
 def _named(layers: Iterable[Source]) -> list[tuple[str, Source]]:
     """Return the layers with the names of their modules."""
     if isinstance(layers, nn.Sequential):
-        return list(layers._modules.items())  # named_children() leaves out what stands there twice
+        return list(layers._modules.items())  # named_children() skips a module's second occurrence
     named = [(str(index), source) for index, source in enumerate(layers)]
     for index, source in named:
         kind = source.typename if isinstance(source, LayerSpec) else type(source)

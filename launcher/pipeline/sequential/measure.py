@@ -1,4 +1,4 @@
-"""Measured times of the layers of a row: forward and backward of each alone."""
+"""Measures forward and backward of each layer of a `PipelineModule` separately."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from launcher.pipeline.sequential.layers import PipelineModule
 def measure_row(
     row: PipelineModule, inputs: Any, labels: tuple[Any, ...], way: MeasureOptions
 ) -> list[float]:
-    """Return the seconds of one microbatch in each layer of a row, forward and backward. Layers are built one at a
+    """Return the seconds of forward plus backward of one microbatch in each layer. Layers are built one at a
     time.
 
     Args:
-        inputs, labels: of one microbatch, on the device. The loss counts with the last layer.
+        inputs, labels: of one microbatch, on the device. The time of the loss is added to the last layer.
     """
     clock, again = PartClock(way.device), set()
     with set_up(way):

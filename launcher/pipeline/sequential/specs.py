@@ -1,4 +1,4 @@
-"""Specifications of the layers of a `PipelineModule`, and which of them are one. DeepSpeed's names.
+"""Specifications of the layers of a `PipelineModule`, and which of them share a module. DeepSpeed's names.
 
 home   the index of the layer whose module a layer runs: its own, unless it is tied to an earlier one
 """
@@ -21,11 +21,11 @@ class LayerSpec:
     """A layer that is not built yet.
 
     Args:
-        typename: a class of nn.Module.
+        typename: a subclass of nn.Module.
         module_args, module_kwargs: its arguments.
 
     Raises:
-        ConfigError: `typename` is not a class of nn.Module.
+        ConfigError: `typename` is not a subclass of nn.Module.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -38,7 +38,7 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """Return the layer, with values from the random numbers of now. `log` has no effect."""
+        """Build the layer, with initial values from the current random state. `log` has no effect."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -50,13 +50,14 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is one module with all others of the same key, wherever they run; the first one's arguments make it.
+    """A layer that shares one module with all layers of the same key, on any stage. The module is built with
+    the arguments of the first of them.
 
     Args:
-        key: of the layers that are one.
+        key: identifies the layers that share a module.
         forward_fn: called as forward_fn(module, inputs) in place of the module.
-        tied_weight_attr: an attribute, or several, that the module must have. All parameters of the module are tied; in
-            DeepSpeed only these are, between stages.
+        tied_weight_attr: an attribute, or several, that the module must have. All parameters of the module
+            are tied; in DeepSpeed only these attributes are, between stages.
     """
 
     def __init__(
@@ -76,20 +77,20 @@ class TiedLayerSpec(LayerSpec):
 
 
 class _Again(NamedTuple):
-    """The key of a module that may stand in the row twice: no key of a TiedLayerSpec."""
+    """The key of a module that may occur twice; it cannot equal the key of a TiedLayerSpec."""
 
     identity: int
 
 
 class PipelineLayer(NamedTuple):
-    """One layer of the row: what it is made from, and the home of its module."""
+    """One layer of the sequence: its source, and the home of its module."""
 
     source: Source
     home: int
 
 
 def row_of(sources: Sequence[Any]) -> tuple[tuple[PipelineLayer, ...], dict[str, list[int]]]:
-    """Return the row with the home of each layer, and which layers are one."""
+    """Return the layers, each with its home, and key -> indices of the layers that share a module."""
     layers: list[PipelineLayer] = []
     uses: dict[Any, list[int]] = {}
     for index, source in enumerate(sources):
@@ -123,7 +124,7 @@ def _check_source(index: int, source: Any) -> None:
 
 
 def _check_shared_parameters(layers: Sequence[PipelineLayer]) -> None:
-    """Refuse two modules with one parameter: they would have two of them as soon as they are on two stages."""
+    """Reject a parameter shared by two modules: on different stages, each would have its own copy of it."""
     seen: dict[int, int] = {}
     for index, (source, home) in enumerate(layers):
         if not isinstance(source, nn.Module):
@@ -139,7 +140,7 @@ def _check_shared_parameters(layers: Sequence[PipelineLayer]) -> None:
 
 
 def check_attributes(spec: TiedLayerSpec, module: nn.Module) -> None:
-    """Check that the module has what the layer says is tied."""
+    """Check that the module has the tensors named by `tied_weight_attr`."""
     for name in spec.tied_weight_attr:
         found: Any = module
         for part in name.split("."):
@@ -153,7 +154,7 @@ def check_attributes(spec: TiedLayerSpec, module: nn.Module) -> None:
 
 
 def class_of(source: Source) -> str:
-    """Return the name of the class of a layer, or of a function."""
+    """Return the class name of a layer, or the name of a function."""
     if isinstance(source, LayerSpec):
         return source.typename.__name__
     return type(source).__name__ if isinstance(source, nn.Module) else getattr(source, "__name__", "")

@@ -13,19 +13,19 @@ from launcher import checkpointing
 
 
 class LayerCall(NamedTuple):
-    """The call of a layer: the module of this name on the inputs, or function(module, inputs), or function(inputs)."""
+    """The call of a layer: module(inputs), function(module, inputs) or function(inputs), by module name."""
 
     module: str | None
     function: Callable[..., Any] | None
 
 
 class PipelineStage(nn.Module):
-    """Neighbouring layers. Its forward takes what the layer before the first one returns.
+    """Consecutive layers. Its forward takes the output of the layer before the first one.
 
     Args:
-        modules: by name; layers that are tied run the same one.
-        calls: of each layer.
-        interval, checkpoint, checkpointable: as PipelineModule's.
+        modules: name -> module; tied layers run the same module.
+        calls: the call of each layer.
+        interval, checkpoint, checkpointable: see the activation checkpointing arguments of PipelineModule.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PipelineStage(nn.Module):
         self._own = checkpoint is not None
 
     def recompute_by(self, run: Callable[..., Any]) -> None:
-        """Recompute by run(name, function, *inputs), unless the user gave a function for it."""
+        """Recompute with run(name, function, *inputs), unless the user passed a function for it."""
         if not self._own:
             self._checkpoint = partial(run, "layers")
 
@@ -76,7 +76,7 @@ class PipelineStage(nn.Module):
         return self._checkpoint(layers, *(inputs if isinstance(inputs, tuple) else (inputs,)))
 
     def _may_recompute(self, calls: tuple[LayerCall, ...]) -> bool:
-        """Return whether these layers are worth it: those of the named classes, or any with parameters."""
+        """Return whether to recompute these layers: all are of the named classes, or any has parameters."""
         modules = [self.get_submodule(name) for name, _ in calls if name is not None]
         if self.checkpointable is None:
             return any(True for module in modules for _ in module.parameters())

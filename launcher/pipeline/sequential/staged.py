@@ -1,6 +1,6 @@
 """`SequentialPipeline`: the virtual stages of a `PipelineModule` that a rank holds, and the forward of each.
 
-Between layers any nest of tensors may go: a tensor, a tuple of them, a dict. Data are (inputs, labels), as in
+Layers may pass any nest of tensors: a tensor, a tuple of tensors, a dict. Batches are (inputs, labels), as in
 DeepSpeed.
 """
 
@@ -25,10 +25,10 @@ from launcher.pipeline.sequential.stage import PipelineStage
 @travels
 @dataclass
 class BoundaryValues(StageBoundary):
-    """The values that leave a stage.
+    """Describes the values that leave a stage.
 
     Attributes:
-        structure: the nest, with a `TensorShape` for each tensor.
+        structure: the nest, with a `TensorShape` in place of each tensor.
     """
 
     structure: Any = None
@@ -43,15 +43,15 @@ class BoundaryValues(StageBoundary):
 
 
 class SequentialPart(nn.Module):
-    """The layers of a row that a rank holds, under their names in the row.
+    """The layers of a `PipelineModule` that a rank holds, under their names in it.
 
     Args:
-        modules: by name.
-        stages: virtual stage -> its layers, made of these modules.
-        last: the number of the last virtual stage, whose output `loss_fn` gets.
+        modules: name -> module.
+        stages: virtual stage -> its layers, which use these modules.
+        last: the index of the last virtual stage, whose output is passed to `loss_fn`.
 
     Attributes:
-        stage, received: the virtual stage that the next forward runs, and what it takes from the one before.
+        stage, received: the virtual stage that the next forward runs, and its input from the previous stage.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class SequentialPart(nn.Module):
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
-        # In plain containers: registered, the layers would have a second name.
+        # In plain containers: registered as submodules, the layers would have a second name.
         self.stages, self._loss, self.last = dict(stages), (loss_fn,), last
         self.stage, self.received = 0, None
 
     def forward(self, *batch: Any, **named: Any) -> Any:
-        """Return, on the last stage, {"loss": ..., "logits": what the last layer returns}; no "loss" where there is
-        none."""
+        """Run the current virtual stage. The last one returns {"loss": ..., "logits": output of the last
+        layer}, without "loss" if there is none."""
         if named or not 1 <= len(batch) <= 2:
             shown = f"a dict of {', '.join(named)}" if named else f"{len(batch)} parts"
             raise ConfigError(
@@ -92,22 +92,23 @@ class SequentialPart(nn.Module):
 
 
 class SequentialPipeline:
-    """A rank's part of a row of layers.
+    """A rank's part of a `PipelineModule`.
 
     Args:
-        row: the whole; keeps what layers are made from.
+        row: the whole `PipelineModule`, from which the layers are built.
         boundaries: over the layers, [virtual stages + 1].
         rank_of: the pp rank of each virtual stage.
-        rank: this one.
+        rank: this rank along pp.
 
     Attributes:
-        boundaries: as given.
+        boundaries: as passed.
         part: the layers of this rank.
-        blocks: (name, module) of those that have parameters and run once, as they are; others belong to the root unit.
+        blocks: (name, module) of the modules with parameters whose own forward runs exactly once; other
+            modules belong to the root unit.
         shared, elsewhere: see `StagedPart`.
     """
 
-    is_whole = False  # a batch is (inputs, labels), and the engine calls the part with it
+    is_whole = False  # even with one stage: the engine calls the part with a batch of (inputs, labels)
 
     def __init__(
         self, row: PipelineModule, boundaries: Sequence[int], rank_of: Sequence[int], rank: int
@@ -126,7 +127,7 @@ class SequentialPipeline:
         self.part = SequentialPart(modules, stages, self.virtual_stages - 1, row.loss_fn)
         self.blocks = _blocks(modules, stages.values())
         self.shared = _shared(row, spans, self.rank_of)
-        self.elsewhere: dict[Tensor, str] = {}  # other ranks' layers were never made here
+        self.elsewhere: dict[Tensor, str] = {}  # layers of other ranks are never built on this rank
         self._in_place = {k for k, layers in stages.items() if k and _works_in_place(layers)}
         self._last_layer = [last - 1 for _, last in spans]
         self._learned: dict[tuple[int, Signature], BoundaryValues] = {}
@@ -156,7 +157,7 @@ class SequentialPipeline:
         """See `StagedPart`."""
         part = self.part
         if stage in self._in_place:
-            received = tuple(tensor.clone() for tensor in received)  # autograd wants them as they came
+            received = tuple(tensor.clone() for tensor in received)  # autograd needs the originals unmodified
         part.stage = stage
         part.received = self._learned[stage - 1, signature].filled(received) if stage else None
         try:
@@ -191,7 +192,8 @@ class SequentialPipeline:
 
 
 def _blocks(modules: Mapping[str, nn.Module], stages: Any) -> list[tuple[str, nn.Module]]:
-    """Return those whose own forward is called, once: what a forward_fn does with a module nobody can see."""
+    """Return the modules with parameters whose own forward is called exactly once; modules used by a
+    forward_fn are left out, since it may use them in any way."""
     calls = [call for stage in stages for call in stage.calls]
     uses = Counter(call.module for call in calls)
     hidden = {call.module for call in calls if call.function is not None}
@@ -219,7 +221,7 @@ def _shared(
 
 
 def _works_in_place(layers: PipelineStage) -> bool:
-    """Return whether a layer says that it changes what it takes, as nn.ReLU(inplace=True) does."""
+    """Return whether a layer is declared to modify its input, as nn.ReLU(inplace=True) is."""
     return any(getattr(module, "inplace", False) for module in layers.modules())
 
 

@@ -1,4 +1,4 @@
-"""Ranks by coordinates: DeepSpeed's process topologies. Plain arithmetic; the mesh itself is `launcher.comm.Mesh`."""
+"""DeepSpeed's process topologies: ranks by coordinates, as arithmetic; the mesh is `launcher.comm.Mesh`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OUR_AXES = ("pipe", "data", "model")
 
 
 class ProcessTopology:
-    """Ranks 0 .. n - 1 laid out in rows: the last axis runs fastest.
+    """Ranks 0 .. n - 1 in row-major order: the last axis varies fastest.
 
     Args:
         axes: names of the axes, outermost first.
-        dims: degree of each.
+        dims: degree of each axis.
 
     Raises:
-        ConfigError: not as many names as degrees, a name twice, or a degree below 1.
+        ConfigError: the numbers of names and degrees differ, a name occurs twice, or a degree is below 1.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -43,18 +43,18 @@ class ProcessTopology:
         return math.prod(self.dims)
 
     def get_axis_names(self) -> list[str]:
-        """Return the names, outermost first."""
+        """Return the names of the axes, outermost first."""
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
-        """Return the degree of an axis; 0 where there is no such axis, as in DeepSpeed."""
+        """Return the degree of an axis; 0 if there is no such axis, as in DeepSpeed."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coords: int) -> int:
         """Return the rank at a coordinate of every axis.
 
         Raises:
-            ConfigError: an axis is missing or not there, or a coordinate is outside.
+            ConfigError: an axis is missing or unknown, or a coordinate is out of range.
         """
         if set(coords) != set(self.axes):
             raise ConfigError(
@@ -83,8 +83,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """Return a rank's place in the name of a file: `model_00-seq_01`, without the axes that a file does not depend
-        on."""
+        """Return a rank's coordinates for a file name: `model_00-seq_01`, without the axes in `omit_axes`."""
         coord = self.get_coord(rank)
         shown = [axis for axis in self.get_axis_names() if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
@@ -102,7 +101,7 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ along `axis` only; none where there is no such axis."""
+        """Return the groups of ranks that differ along `axis` only; [] if there is no such axis."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -114,31 +113,32 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages outermost: data-parallel ranks are neighbours."""
+    """Stages outermost: data-parallel ranks are consecutive."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages outermost, tensor-parallel ranks innermost; as the ranks of a run here always lie."""
+    """Stages outermost, tensor-parallel ranks innermost: the rank order of every run of this package."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 def stage_of_this_rank(stages: int | None) -> int | None:
-    """Return the stages are outermost; None where there is no process group, or the stages do not divide it."""
+    """Return the stage of this rank, with stages outermost; None if there is no process group, or if the
+    number of stages is unknown or does not divide the world size."""
     if stages is None or not dist.is_initialized() or dist.get_world_size() % stages:
         return None
     return dist.get_rank() * stages // dist.get_world_size()
 
 
 def stages_of(num_stages: int | None, topology: ProcessTopology | None) -> int | None:
-    """Return what the arguments of a PipelineModule say of the number of stages; None: nothing.
+    """Return the number of stages that the arguments of a PipelineModule specify; None: they specify none.
 
     Raises:
-        ConfigError: they contradict each other, or the topology has other axes than a run here.
+        ConfigError: the arguments contradict each other, or the axes of the topology are not supported.
     """
     if topology is not None:
         axes = [axis for axis in OUR_AXES if axis in topology.axes]

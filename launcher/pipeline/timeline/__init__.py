@@ -1,1 +1,1 @@
-"""Times of the actions of a schedule: simulated, by formula, as measured, and in pictures. No torch."""
+"""Timings of the actions of a schedule: simulated, in closed form, measured, and drawn. No torch."""

@@ -1,4 +1,4 @@
-"""Closed forms of the time in which ranks are idle, where all virtual stages cost the same and transfers nothing."""
+"""Closed forms of the bubble time, for virtual stages of equal cost and transfers that take no time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def bubble_time(
 
     Args:
         name, stages, microbatches, chunks: of the schedule.
-        forward, input, weight: what the whole share of a rank, all its chunks, takes for one microbatch: F, I and W.
+        forward, input, weight: F, I and W of one microbatch over all chunks of a rank.
 
     Returns:
-        in the unit of the costs; None where no closed form is known. Of the ideal time that is `/ (m (F + I + W))`.
+        the bubble in the unit of the costs; None if no closed form is known. Divide by `m (F + I + W)` for
+        the bubble relative to the ideal time.
 
-        gpipe, 1f1b, pipedream, 2bw   (P-1)(F+I+W); the last two have it once in a stream of steps that do not drain,
-                                      however many they are
+        gpipe, 1f1b, pipedream, 2bw   (P-1)(F+I+W); the last two have it once in any number of undrained steps
         interleaved                   (P-1)(F+I+W) / v; with m < P also (P-m)(F+I+W)(v-1) / v
         zb-h1                         (P-1) max(F, I, F+I-W); F+I-W is the paper's; m >= P
         zbv                           (P-1) F / 2; F = I = W and m >= 2P - 2

@@ -1,4 +1,4 @@
-"""A schedule as a text grid in unit time: the staircase of the papers."""
+"""Draws a schedule as a text grid in unit time: the staircase of the papers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ IDLE = "."
 
 
 def grid(schedule: PipelineSchedule) -> str:
-    """Return one line a rank, one column a unit of time: F, I and W of a virtual stage take one, B takes two.
+    """Return one line per rank, one column per time unit: F, I and W of a virtual stage take 1, B takes 2.
 
-    A cell is kind and microbatch; where ranks have several chunks, the chunk follows as a letter: `F0a`, `F0b`.
+    A cell contains kind and microbatch, followed by a letter for the chunk if ranks have several: `F0a`,
+    `F0b`.
     """
     timeline = simulate(schedule, MicrobatchCosts.even(schedule.virtual_stages, 1, 1, 1))
     labels = [[_label(schedule, rank, span) for span in spans] for rank, spans in enumerate(timeline.spans)]

@@ -1,4 +1,4 @@
-"""A timeline as SVG: a lane a rank, a box an action; a measured one under the predicted one, on the same scale."""
+"""Draws a timeline as SVG: one lane per rank, one box per action; measured below predicted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from launcher.pipeline.timeline.simulate import Timeline
 
 NAMESPACE = "http://www.w3.org/2000/svg"
 WIDTH, LEFT, RIGHT = 1120, 74, 20
-LANE, GAP, TOP = 30, 4, 36  # heights: of a box, between boxes, of title and legend
+LANE, GAP, TOP = 30, 4, 36  # heights of a box, between boxes, and of title and legend
 AXIS, CAPTION, BETWEEN = 24, 20, 18
 INK, PALE, GROUND = "#1f2933", "#7b8794", "#f0f2f5"
 COLOURS = {
@@ -24,18 +24,19 @@ MEANING = {
     ActionKind.INPUT: "input grad",
     ActionKind.WEIGHT: "weight grad",
 }
-LIGHTEST = 0.55  # how far the last chunk's colour goes towards white
-DIGIT = 6.4  # width of a digit of the numbers in boxes
+LIGHTEST = 0.55  # how far the last chunk's colour is blended towards white
+DIGIT = 6.4  # width of a digit in a box
 
 
 def svg(timeline: Timeline, title: str, other: Timeline | None = None, unit: str = "") -> str:
-    """Return the picture.
+    """Return the SVG text.
 
     Args:
-        timeline: simulated, or measured.
-        title: above it.
-        other: the measured one, below on the same time axis; the first is then called predicted.
-        unit: of the time axis, for example "s".
+        timeline: a simulated or measured timeline.
+        title: text above the picture.
+        other: a measured timeline, drawn below on the same time axis; the first is then labelled as
+            predicted.
+        unit: unit of the time axis, for example "s".
     """
     panels = [("", timeline)] if other is None else [("predicted: ", timeline), ("measured: ", other)]
     longest = max(shown.total for _, shown in panels)
@@ -91,7 +92,7 @@ def _lanes(timeline: Timeline, top: int, scale: float) -> list[str]:
 
 
 def _legend(timelines: list[Timeline]) -> list[str]:
-    """Draw, right of the title, a box for each kind and chunk that is drawn."""
+    """Draw the legend to the right of the title: a box for each kind and chunk in the picture."""
     kinds = {span.action.kind for shown in timelines for spans in shown.spans for span in spans}
     chunks = timelines[0].chunks
     drawn: list[str] = []
@@ -123,7 +124,7 @@ def _axis(longest: float, top: int, scale: float, unit: str) -> list[str]:
 
 
 def _nice(wanted: float) -> float:
-    """Return the least of 1, 2, 5, 10, 20, ... (and their tenths, ...) that is not below."""
+    """Return the smallest of 1, 2, 5, 10, 20, ... (and their tenths, ...) that is at least `wanted`."""
     if wanted <= 0:
         return 1.0
     power = 1.0
@@ -135,7 +136,7 @@ def _nice(wanted: float) -> float:
 
 
 def _colour(kind: ActionKind, chunk: int, chunks: int) -> str:
-    """Return the kind's colour, lighter for later chunks."""
+    """Return the colour of an action kind, lighter for later chunks."""
     white = LIGHTEST * chunk / max(1, chunks - 1)
     parts = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)

@@ -1,7 +1,8 @@
-"""Records of when the actions of a run ran, in files: our own record of a step, and the trace that Perfetto shows.
+"""Files that record when the actions of a step ran: our own format, and traces for Perfetto.
 
-A record: {"schedule", "stages", "chunks", "microbatches", "actions": [{"rank", "kind", "stage", "microbatch", "start",
-"end"}, ...]}; kinds F, B, I, W; `stage` is the virtual stage; times in seconds, of one clock for all ranks.
+A record: {"schedule", "stages", "chunks", "microbatches", "actions": [{"rank", "kind", "stage", "microbatch",
+"start", "end"}, ...]}; kinds F, B, I, W; `stage` is the virtual stage; times are seconds on one clock for all
+ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from launcher.pipeline.schedules.actions import COMPUTE, Action, ActionKind
 from launcher.pipeline.timeline.simulate import Span, Timeline
 
 TIMELINE = "schedule.json"
-"""In the directory of a run: one of its last steps."""
+"""File name in the directory of a run; contains one of its last steps."""
 MOST = 1 << 14
-"""Stages, chunks or microbatches of a run."""
+"""Upper bound on the stages, chunks or microbatches of a run."""
 
 
 def write(path: str | Path, timeline: Timeline) -> None:
-    """Write the record of a step, one action a line; in one piece, for who reads it while a run goes on."""
+    """Write the record of a step, one action per line, atomically: it may be read during a run."""
     head = {
         "schedule": timeline.name,
         "stages": timeline.stages,
@@ -49,10 +50,10 @@ def write(path: str | Path, timeline: Timeline) -> None:
 
 
 def read(path: str | Path) -> Timeline:
-    """Read the record of a step. Actions of a rank may stand in any order.
+    """Read the record of a step. Actions may be in any order.
 
     Raises:
-        LauncherError: the file cannot be read, or is no record.
+        LauncherError: the file cannot be read, or is not a record.
     """
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -95,7 +96,7 @@ def _span(row: dict[str, Any], record: dict[str, Any]) -> Span:
 
 
 def _count(record: dict[str, Any], key: str) -> int:
-    """Return a number that a run can have: a damaged file must not ask for all memory."""
+    """Return a plausible count: a damaged file must not cause a huge allocation."""
     number = int(record[key])
     if not 1 <= number <= MOST:
         raise ValueError(f"{key} is {number}")
@@ -103,7 +104,7 @@ def _count(record: dict[str, Any], key: str) -> int:
 
 
 def _index(row: dict[str, Any], key: str, count: int) -> int:
-    """Return a number from 0 below `count`, so that a negative one is not taken from the end."""
+    """Return an index in [0, count): a negative index must not address from the end."""
     number = int(row[key])
     if not 0 <= number < count:
         raise ValueError(f"{key} {number} of {count}")
@@ -111,7 +112,8 @@ def _index(row: dict[str, Any], key: str, count: int) -> int:
 
 
 def trace(*timelines: Timeline) -> dict[str, Any]:
-    """Return timelines as a trace for https://ui.perfetto.dev or chrome://tracing: a process each, a thread a rank.
+    """Return timelines as a trace for https://ui.perfetto.dev or chrome://tracing: one process per timeline,
+    one thread per rank.
 
     A unit of a simulated timeline is shown as a second; every timeline starts at 0.
     """

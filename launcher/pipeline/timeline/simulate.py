@@ -1,4 +1,4 @@
-"""Simulation of a schedule: its lists run with given costs, without a model. `Timeline` is also what a run measured."""
+"""Simulates a schedule with given costs, without a model. A `Timeline` is also used for measured runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class MicrobatchCosts:
     """The costs of one microbatch, in any unit of time.
 
     Args:
-        forward, input, weight: for each virtual stage its F, I and W; a B takes I + W.
-        transfer: from the end of an action to when its result is on another rank.
+        forward, input, weight: F, I and W of each virtual stage; a B takes I + W.
+        transfer: time from the end of an action until its result is available on another rank.
     """
 
     forward: tuple[float, ...]
@@ -38,17 +38,17 @@ class MicrobatchCosts:
     def even(
         cls, virtual_stages: int, forward: float, input: float, weight: float, transfer: float = 0
     ) -> MicrobatchCosts:
-        """Return the same for every virtual stage."""
+        """Return equal costs for all virtual stages."""
         return cls(
             (forward,) * virtual_stages, (input,) * virtual_stages, (weight,) * virtual_stages, transfer
         )
 
     @classmethod
     def measured(cls, timeline: Timeline) -> MicrobatchCosts:
-        """Return the mean of what each virtual stage took in a run; a whole backward counts as I, with a W of 0.
+        """Return the mean measured costs of each virtual stage; a full backward counts as I, with a W of 0.
 
-        Waiting that a run measured inside of an action (for a device that does something else) is part of it. The
-        transfer is the median of those that a rank stood still for.
+        Time that an action spent waiting (for a busy device) is included. The transfer is the median over the
+        transfers that a rank was idle for.
         """
         taken: dict[tuple[ActionKind, int], list[float]] = {}
         for spans in timeline.spans:
@@ -56,7 +56,7 @@ class MicrobatchCosts:
                 taken.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
 
         def mean(*kinds: ActionKind) -> tuple[float, ...]:
-            """Return the mean of each virtual stage, summed over the microbatches of any of the kinds."""
+            """Return, for each virtual stage, the mean over all its actions of these kinds."""
             found = [
                 [t for kind in kinds for t in taken.get((kind, stage), ())]
                 for stage in range(timeline.virtual_stages)
@@ -71,7 +71,7 @@ class MicrobatchCosts:
         )
 
     def of(self, action: Action) -> float:
-        """Return what a compute action takes."""
+        """Return the cost of a compute action."""
         stage = action.stage
         if action.kind is ActionKind.FORWARD:
             return self.forward[stage]
@@ -82,7 +82,7 @@ class MicrobatchCosts:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action and when it ran."""
+    """An action with its start and end time."""
 
     action: Action
     start: float
@@ -95,7 +95,7 @@ class Timeline:
 
     Args:
         name, stages, chunks, microbatches: of the schedule.
-        spans: of each rank, in the order in which they ran.
+        spans: spans of each rank, in execution order.
     """
 
     name: str
@@ -121,38 +121,39 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Return the time each rank computes."""
+        """Return the compute time of each rank."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> float:
-        """Return the part of the total in which ranks are idle, averaged over ranks: 0 to 1."""
+        """Return the fraction of the total time in which ranks are idle, averaged over ranks: 0 to 1."""
         return 1 - sum(self.busy) / (self.stages * self.total) if self.total else 0.0
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Return idle time over busy time: the (p-1)/m of the papers."""
+        """Return the ratio of idle to busy time: the (p-1)/m of the papers."""
         return self.stages * self.total / sum(self.busy) - 1 if sum(self.busy) else 0.0
 
     def held(self, rank: int) -> list[tuple[float, int]]:
-        """Return (time, activations held from then on): from the start of an F to the end of its B or I."""
+        """Return (time, activations held from then on); each is held from the start of F to the end of B or
+        I."""
         changes = [(span.start, 1) for span in self.spans[rank] if span.action.kind is ActionKind.FORWARD]
         changes += [(span.end, -1) for span in self.spans[rank] if span.action.kind in GIVES_INPUT_GRADIENT]
         curve, count = [], 0
-        for time, change in sorted(changes):  # what ends at a time is free for what starts then
+        for time, change in sorted(changes):  # at equal times, ends (-1) sort before starts
             count += change
             curve.append((time, count))
         return curve
 
     @cached_property
     def peak_held(self) -> tuple[int, ...]:
-        """Return the most (virtual stage, microbatch) activations that each rank holds."""
+        """Return the peak number of (virtual stage, microbatch) activations that each rank holds."""
         return tuple(max((count for _, count in self.held(rank)), default=0) for rank in range(self.stages))
 
 
 def _transfer(timeline: Timeline) -> float:
-    """Return the time from the end of an action to the start of the next on another rank, where that rank was idle
-    before."""
+    """Return the median time from the end of an action to the start of its dependent action on another rank,
+    where that rank was idle in between."""
     ended = {span.action: (rank, span.end) for rank, spans in enumerate(timeline.spans) for span in spans}
     waits = []
     for rank, spans in enumerate(timeline.spans):
@@ -167,18 +168,18 @@ def _transfer(timeline: Timeline) -> float:
 def simulate(
     schedule: PipelineSchedule, costs: MicrobatchCosts, delays: Mapping[Action, float] | None = None
 ) -> Timeline:
-    """Run a schedule with given costs.
+    """Simulate a schedule with given costs.
 
-    Each rank runs its list in order. An action starts when its rank is free and what it needs is there; sends cost the
-    sender nothing.
+    Each rank runs its list in order. An action starts when its rank is free and its inputs have arrived;
+    sends cost the sender nothing.
 
     Args:
-        schedule: what each rank does.
-        costs: of each virtual stage.
-        delays: time added to single actions.
+        schedule: the actions of each rank.
+        costs: costs of each virtual stage.
+        delays: extra time of individual actions.
 
     Raises:
-        LauncherError: the lists end in a deadlock, or the costs are of another number of virtual stages.
+        LauncherError: the schedule deadlocks, or the costs are for another number of virtual stages.
     """
     if {len(costs.forward), len(costs.input), len(costs.weight)} != {schedule.virtual_stages}:
         raise LauncherError(

@@ -1,1 +1,1 @@
-"""Features that the core of ZeRO does not need: each module is one, and hooked in only where it is on."""
+"""Optional features of ZeRO: one module each, attached to the core only if enabled."""

@@ -1,4 +1,4 @@
-"""The one place where features are hooked into the core: into its lists, and only those that are on are imported."""
+"""Attaches features to the core; only enabled features are imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.zero.model import ZeroModel, live_models
 
 
 def attach_to_buffer(flat: FlatBuffer) -> None:
-    """Let a sharded buffer be gathered as the policy and the axes say, where that is not the plain way."""
+    """Attach the gather features that the policy and the axes require to a sharded buffer."""
     if not flat.sharded:
         return
     if flat.axes.secondary is not None:
@@ -34,7 +34,7 @@ def attach_to_buffer(flat: FlatBuffer) -> None:
 
 
 def attach_to_gradient(gradient: FlatGradient) -> None:
-    """Let a gradient be quantised on its way, or summed over shard groups, where the policy or the axes ask for it."""
+    """Attach quantised reduction, or the sum over shard groups, as the policy and the axes require."""
     if gradient.policy.quantized_gradients:
         from launcher.comm.quantized import quantized_reduce_scatter
 
@@ -46,7 +46,7 @@ def attach_to_gradient(gradient: FlatGradient) -> None:
 
 
 def attach_features(zero: ZeroModel) -> None:
-    """Let a model do what the policy, the mesh and torch's own interfaces ask for beside the plain step."""
+    """Attach the features that the policy, the mesh and torch's own interfaces require."""
     hidden = [slot.leaf for g in zero.gradients if not g.shows for slot in g.flat.slots]
     watched = [slot.leaf for flat in zero.flats if flat.own_master for slot in flat.slots]
     zero.hooks.add_removable(ClaimedLeaves(hidden, watched))
@@ -70,7 +70,7 @@ def attach_features(zero: ZeroModel) -> None:
 
 
 def _attach_to_norm(zero: ZeroModel) -> None:
-    """Add what happens to reduced gradients before their norm is taken, in the order in which it does."""
+    """Register the processing of reduced gradients before their norm is computed, in execution order."""
     before, shown = zero.callbacks.before_norm, [g for g in zero.gradients if g.shows]
     if zero.tp.degree > 1:
         from launcher.zero.features.copies import CopyCheck

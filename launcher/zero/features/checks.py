@@ -1,8 +1,9 @@
-"""The comparisons of `enable_sanity_checks` at each step: mistakes that would otherwise only show in the losses.
+"""The per-step comparisons of `enable_sanity_checks`, for errors that would otherwise only show in the loss.
 
-- the order of collectives: ranks that gather different units at one time get each other's bytes without an error;
-- copies: parameters that several ranks hold, of dp or of tp, must be the same to the bit;
-- gradients: in fp32 and bf16 nothing else looks whether they are finite.
+- the order of collectives: ranks that gather different units at the same time receive each other's bytes
+  without an error;
+- copies: parameters that several dp or tp ranks hold must be bitwise identical;
+- gradients: in fp32 and bf16 nothing else checks that they are finite.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from launcher.zero.norm import held_by_several
 if TYPE_CHECKING:
     from launcher.zero.model import ZeroModel
 
-CollectiveStreams = dict[str, list[str]]  # collectives of one axis that must have one order on all its ranks
+# the collectives of each axis, whose order must be the same on all its ranks
+CollectiveStreams = dict[str, list[str]]
 KEY = "zero_optimization.enable_sanity_checks"
 
 
 class StepChecks:
-    """Records what this rank does, and compares it with the others at each step.
+    """Records this rank's collectives, and compares the ranks in each step.
 
     Args:
         zero: the model.
@@ -41,14 +43,14 @@ class StepChecks:
         self._records = self._recording.__enter__()
 
     def remove(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._recording.__exit__(None, None, None)
 
     def compare(self) -> None:
-        """Compare the ranks. Collective, after a backward and before the optimizer steps.
+        """Compare the ranks. Collective; called after the backward and before the optimizer step.
 
         Raises:
-            LauncherError: on every rank: what differs first, and on which.
+            LauncherError: on every rank: the first difference found, and the ranks that differ.
         """
         streams = _streams(self._records, activations=(self.zero.tp.name, "ep"))
         self._records.clear()
@@ -73,12 +75,12 @@ class StepChecks:
             )
 
     def _gather(self, mine: Any) -> list[Any]:
-        """Return what every rank has, by dp rank, then tp rank."""
+        """Gather a value from every rank, ordered by dp rank, then tp rank."""
         columns = _gather_along(self.zero.tp, _gather_along(self.zero.axes.dp, mine))
         return [column[dp] for dp in range(self.zero.axes.dp.degree) for column in columns]
 
     def _copies(self) -> dict[str, int]:
-        """Return checksums of what other ranks hold, too."""
+        """Return checksums of the values that other ranks hold, too."""
         copies, tp = {}, self.zero.tp
         for flat in self.zero.flats:
             ep, shard = flat.slots[0].split_axis, flat.axes.shard
@@ -97,7 +99,7 @@ class StepChecks:
         return copies
 
     def _not_finite(self) -> list[str]:
-        if self.zero.policy.param_dtype == torch.float16:  # there, overflow is part of the loss scale's work
+        if self.zero.policy.param_dtype == torch.float16:  # in fp16 the loss scaler handles overflows
             return []
         names = []
         for gradient in self.zero.gradients:
@@ -113,7 +115,8 @@ def _gather_along(axis: Axis, mine: Any) -> list[Any]:
 
 
 def _streams(records: list[CollectiveRecord], activations: Collection[str]) -> CollectiveStreams:
-    """Return the collectives by axis. Those of the axes `activations` are longer on ranks with more tokens."""
+    """Return the collectives by axis. Sizes along the axes `activations` are omitted, because they depend on
+    the number of tokens of a rank."""
     streams: CollectiveStreams = defaultdict(list)
     for r in records:
         kind = "gathers" if r.op in ("all_gather", "broadcast") else "reductions"

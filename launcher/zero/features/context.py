@@ -1,4 +1,4 @@
-"""`zero.Init` and `zero.GatheredParameters`: DeepSpeed's two context managers."""
+"""`zero.Init` and `zero.GatheredParameters`, DeepSpeed's two context managers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from launcher.zero.model import ZeroModel, live_models
 
 
 class Init:
-    """Build a model without its memory: `with zero.Init(): model = Model(...)`.
+    """Builds a model without allocating its memory: `with zero.Init(): model = Model(...)`.
 
-    Modules are built on meta; `launcher.initialize` then makes their values unit by unit, straight into shards, so no
-    rank ever holds the whole model. Values depend on the seed and the names of modules only. They come from Hugging
-    Face's `_init_weights` or from `reset_parameters()`; a module with neither is an error that names it.
+    Modules are built on meta. `launcher.initialize` then initialises them unit by unit, straight into shards,
+    so no rank ever holds the whole model. The values depend only on the seed and the module names. They come
+    from Hugging Face's `_init_weights` or from `reset_parameters()`; a module with neither raises an error
+    that names it.
 
     Args:
-        module: an existing module; it is left as it is, for initialize() shards any model.
+        module: an existing module, which is not changed, because initialize() shards any model.
         enabled: false makes this do nothing.
-        dtype: default dtype inside; the JSON decides the dtype of training.
-        config_dict_or_path, config, others: accepted for DeepSpeed's callers; the JSON is read by initialize().
+        dtype: the default dtype inside the `with`; the training dtype is set in the JSON config.
+        config_dict_or_path, config, others: accepted for compatibility with DeepSpeed; initialize() reads the
+            JSON config.
     """
 
     def __init__(
@@ -62,20 +64,22 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Gather whole parameters inside the `with`, at every stage. A collective: every rank must enter it. Forwards
-    inside use them as they are, and free none.
+    """Gather full parameters inside the `with`, at every stage. A collective: every rank must enter it.
+    Forwards inside the `with` use the gathered parameters and do not free them.
 
-    Where layers are split over tensor-parallel ranks, each rank sees its own part whole, and `modifier_rank` is a
-    data-parallel rank. Where the model is cut into stages, each stage enters it for parameters of its own.
+    If layers are split over tensor-parallel ranks, each rank gathers its own part, and `modifier_rank` is a
+    data-parallel rank. If the model is split into pipeline stages, each stage enters it with its own
+    parameters.
 
     Args:
-        params: a parameter, or any iterable of them; the units they lie in are gathered.
-        modifier_rank: keep the edits of this rank and send them to all. None: edits to sharded parameters are lost.
-        fwd_module: not needed.
+        params: a parameter, or an iterable of parameters; their whole units are gathered.
+        modifier_rank: the rank whose edits are kept and broadcast. None: edits of sharded parameters are
+            lost.
+        fwd_module: ignored.
         enabled: false makes this do nothing.
 
     Raises:
-        ElsewhereError: one is on another pipeline stage.
+        ElsewhereError: a parameter belongs to another pipeline stage.
     """
     with ExitStack() as stack:
         if enabled:

@@ -1,8 +1,8 @@
-"""The check that gradients of what several tp ranks hold are what the plan says: made once, at the first step,
-for a plan that is wrong there would train a wrong model without a word.
+"""A check of the tensor-parallel plan against the gradients of parameters that several tp ranks hold.
 
-Where the plan says nothing, the holders must have the same gradient. Where it says "partial", theirs must differ: they
-are terms of a sum.
+It runs once, in the first step: with a wrong plan the model would train wrongly without an error. By default
+the holders of a parameter must have the same gradient. If the plan says "partial", their gradients must
+differ, because they are terms of a sum.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from launcher.zero.gradients import FlatGradient
 from launcher.zero.norm import held_by_several
 from launcher.zero.slot import ParamSlot
 
-UNLIKE = 1e-2  # kernels that sum in no fixed order make copies differ, but not by as much
+UNLIKE = 1e-2  # nondeterministic kernels make copies differ, but by less than this
 ALIKE = 1e-6
-SAMPLE = 1 << 14  # elements of a range that are looked at
-NOISE = 1e-6  # of the largest gradient: what is smaller is what rounding left
+SAMPLE = 1 << 14  # maximum elements of a range that are compared
+NOISE = 1e-6  # relative to the largest gradient: smaller gradients are rounding errors
 
 
 @dataclass
 class _Copy:
-    """A part of a parameter: the size of its gradient, the mean of the holders', and how far this rank's is from it."""
+    """A part of a parameter: the size of its gradient (averaged over the holders), and the distance of this
+    rank's gradient from that mean."""
 
     slot: ParamSlot
     size: float
@@ -36,21 +37,21 @@ class _Copy:
 
 
 class CopyCheck:
-    """Compares the reduced gradients of what several tp ranks hold, at the first step.
+    """Compares the reduced gradients of parameters that several tp ranks hold, in the first step.
 
     Args:
-        gradients: of the model.
-        dp, tp: the axes of the ranks that compare theirs; tp has several.
+        gradients: the gradients of the model.
+        dp, tp: the axes over which the gradients are compared; tp has several ranks.
     """
 
     def __init__(self, gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
         self._gradients, self._dp, self._tp, self._done = gradients, dp, tp, False
 
     def once(self) -> None:
-        """Compare them, before partial ones are summed; does nothing from the second call on. Collective.
+        """Compare the gradients before partial ones are summed; later calls do nothing. Collective.
 
         Raises:
-            LauncherError: on every rank: the plan is wrong about some parameters, which are named.
+            LauncherError: on every rank: the plan is wrong about the parameters named.
         """
         if not self._done and self._gradients:
             check_copies(self._gradients, self._dp, self._tp)
@@ -58,15 +59,16 @@ class CopyCheck:
 
 
 def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
-    """Compare the reduced gradients of what several tp ranks hold, before partial ones are summed. Collective.
+    """Compare the reduced gradients of parameters that several tp ranks hold, before partial ones are summed.
+    Collective.
 
     Raises:
-        LauncherError: on every rank: the plan is wrong about some parameters, which are named.
+        LauncherError: on every rank: the plan is wrong about the parameters named.
     """
     device = gradients[0].flat.pool.device
     copies = _copies(gradients, tp, device)
     index = {slot: i for i, slot in enumerate(s for gradient in gradients for s in gradient.flat.slots)}
-    # for each slot: ranges that differ, that are alike
+    # for each slot: the number of ranges that differ, and of those that are equal
     flags = torch.zeros(2, len(index), dtype=torch.float64)
     floor = NOISE * max((copy.size for copy in copies), default=0.0)
     for copy in copies:

@@ -1,4 +1,4 @@
-"""Gradients in the hands of users: what of them is thrown away, and what this rank alone has added up."""
+"""Access to gradients by user code: discarding kept gradients, and reading the local sum of this rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from launcher.zero.slot import ParamSlot
 
 
 def forget(gradient: FlatGradient, slots: set[ParamSlot], *, reduced: bool) -> None:
-    """Forget what is kept of the gradients of some parameters, and `.grad`. What is left of a reduced gradient is a
-    reduced one, also where nothing is left: the other ranks will not reduce it again.
+    """Discard the kept gradients of some parameters, and their `.grad`. A reduced gradient stays in a reduced
+    state even if nothing is left of it: the other ranks will not reduce it again.
 
     Args:
-        reduced: what is kept is the sum over ranks.
+        reduced: the kept gradient is the sum over ranks.
     """
     discarded = gradient.discarded or (reduced and gradient.kept)
     if len(slots) == len(gradient.flat.slots):
@@ -46,11 +46,11 @@ def _forget_some(gradient: FlatGradient, slots: set[ParamSlot]) -> None:
 
 
 def local_gradient(gradient: FlatGradient, slot: ParamSlot) -> Tensor | None:
-    """Return what this rank alone has added up for a parameter [its shape] since the last reduction, to read and to
-    write; None where no gradient has come.
+    """Return this rank's local sum of a parameter's gradient [its shape] since the last reduction, for
+    reading and writing; None if no gradient has arrived.
 
     Raises:
-        LauncherError: it cannot be told from an earlier sum.
+        LauncherError: the local sum cannot be separated from an earlier reduced sum.
     """
     if gradient.state is GradientState.REOPENED:
         raise LauncherError(

@@ -1,9 +1,10 @@
-"""Changes of parameters by a script between steps: values that it edits, and `requires_grad` that it changes.
+"""Changes that user code makes to parameters between steps: edited values, and a changed `requires_grad`.
 
-A parameter that is whole may be edited at any time: `p.clamp_()`, `nn.init.zeros_(p)`, `module.load_state_dict()`,
-`p.data = tensor`. Where the optimizer steps another copy of it (a 16-bit parameter, an offloaded optimizer), the next
-step would undo that; so before a step what was edited is taken over. Elements are compared: those that nobody has
-changed keep the digits that only the master weights have.
+An unsharded parameter may be edited at any time: `p.clamp_()`, `nn.init.zeros_(p)`,
+`module.load_state_dict()`, `p.data = tensor`. If the optimizer steps another copy of it (a 16-bit parameter,
+an offloaded optimizer), the next step would overwrite the edit, so edits are copied into the master weights
+before each step. Values are compared element by element: unchanged elements keep the extra precision of the
+master weights.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ FREEZING = (
 
 
 class ParameterEdits:
-    """Takes over what was edited since it last looked.
+    """Detects parameter edits made since its last call, and copies them into the master weights.
 
     Args:
-        flats: all buffers of a model.
+        flats: all flat buffers of a model.
     """
 
     def __init__(self, flats: Iterable[FlatBuffer]) -> None:
-        # what is sharded is edited inside GatheredParameters, which keeps what was edited
+        # sharded parameters are edited inside GatheredParameters, which keeps the edits itself
         self._flats = [flat for flat in flats if not (flat.sharded and flat.trainable)]
         self._versions: dict[ParamSlot, int] = {}
 
     @property
     def has_work(self) -> bool:
-        """Return whether anything can be edited, or thawed, between steps."""
+        """Return whether any parameter can be edited or unfrozen between steps."""
         return bool(self._flats)
 
     def take_over(self) -> None:
-        """Take over edits. Called on every rank before a step; costs no communication and, without an edit, no pass
-        over values.
+        """Copy edits into the master weights. Called on every rank before a step; without an edit it costs
+        neither communication nor a pass over the values.
 
         Raises:
-            LauncherError: a parameter has another shape now, or is to be trained though it was frozen.
+            LauncherError: a parameter has changed its shape, or a frozen parameter requires a gradient.
         """
         for flat in self._flats:
             if not flat.trainable:
@@ -74,7 +75,7 @@ class ParameterEdits:
 
 
 def _take_edits(flat: FlatBuffer, full: Tensor, edited: Iterable[ParamSlot]) -> None:
-    """Put what differs from the master weights into them."""
+    """Copy the elements that differ from the master weights into them."""
     master, owned = flat.master, flat.owned
     for slot in edited:
         start, stop = max(slot.span.start, owned.start), min(slot.span.stop, owned.stop)
@@ -85,7 +86,7 @@ def _take_edits(flat: FlatBuffer, full: Tensor, edited: Iterable[ParamSlot]) -> 
 
 
 def broadcast_edit(slot: ParamSlot, source: int) -> None:
-    """Make a gathered parameter of dp rank `source` everybody's: parameter, shard and master weights. Collective."""
+    """Broadcast a gathered parameter from dp rank `source` into the shards and master weights. Collective."""
     flat = slot.flat
     assert flat.full is not None
     if flat.axes.divisor != flat.axes.dp.degree:
@@ -111,7 +112,7 @@ def broadcast_edit(slot: ParamSlot, source: int) -> None:
 
 
 def _bring_back(full: Tensor, slot: ParamSlot) -> None:
-    """Take the values of `p.data = tensor`, which has put other memory in the place of the buffer's."""
+    """Copy the values of `p.data = tensor` into the flat buffer, and make the parameter a view of it."""
     leaf = slot.leaf
     if leaf.shape != slot.shape:
         raise LauncherError(

@@ -1,4 +1,4 @@
-"""Gradients of handles: some compute with what stands in a module inside GatheredParameters. They are the leaf's."""
+"""Moves the gradients of handles to their leaves, for code that uses handles inside GatheredParameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launcher.zero.unit import Unit
 
 
 def follow_handles(hooks: Hooks) -> None:
-    """Move the gradients of handles to their leaves, where they are sharded."""
+    """Move the gradients of the handles of sharded parameters to their leaves."""
     for unit in hooks.units:
         for slot in unit.trainable_slots():
             if slot.flat.sharded:
@@ -43,7 +43,7 @@ def _from_handle(hooks: Hooks, unit: Unit, slot: ParamSlot) -> Callable[[Tensor]
         if (there := seen_gradient(slot.leaf)) is not None:
             there.add_(gradient)
             return
-        # the leaf may be freed, and a gradient must be of its shape
+        # the leaf may be freed, but autograd requires a gradient to have the leaf's shape
         shown, slot.leaf.data = slot.leaf.data, gradient
         put_gradient(slot.leaf, gradient)
         slot.leaf.data = shown

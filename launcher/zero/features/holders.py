@@ -1,5 +1,4 @@
-"""Elements that several ranks hold, of the tp axis or of pipeline stages: their gradients are summed where they are
-terms of one sum."""
+"""Sums partial gradients of elements that several tp ranks or pipeline stages hold."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
 def sum_over_holders(
     terms: Sequence[Tensor], parts: Sequence[DimSlice], tp: Axis, device: torch.device, tag: str
 ) -> list[Tensor]:
-    """Return fp32 sums of each term over the ranks that hold its part. One collective along tp, of nothing where there
-    are no terms.
+    """Return the fp32 sum of each term over the ranks that hold its part. One collective along tp, even
+    without terms.
 
-    A part that not all ranks hold has as many rows in the buffer as there are groups of holders; the other groups
-    leave the row zero.
+    A part that not all ranks hold has one row in the buffer for each group of holders; the other groups leave
+    that row zero.
     """
     places, end = [], 0
     for term, part in zip(terms, parts, strict=True):
@@ -40,7 +39,7 @@ def sum_over_holders(
 
 
 def sum_partial(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -> None:
-    """Give the holders of partial gradients their sum. One collective along tp, after the reduction over dp."""
+    """Sum partial gradients over their holders. One collective along tp, after the reduction over dp."""
     terms: list[Tensor] = []
     parts: list[DimSlice] = []
     for gradient in gradients:
@@ -52,15 +51,16 @@ def sum_partial(gradients: Sequence[FlatGradient], tp: Axis, device: torch.devic
 
 
 def sum_over_stages(gradients: Sequence[FlatGradient]) -> None:
-    """Give the pipeline stages that hold a parameter the sum of their gradients, after the reduction over dp. Their
-    buffers are alike, so each owns the same elements there as its neighbours."""
+    """Sum the gradients of parameters that several pipeline stages hold, after the reduction over dp. The
+    buffers are identical on these stages, so each rank owns the same elements as its counterparts on the
+    other stages."""
     for gradient in gradients:
         if (holders := gradient.flat.slots[0].holders).degree > 1:
             all_reduce(gradient.owned, holders, f"{gradient.flat.name}/stages").wait()
 
 
 def use_over_stages(slots: Sequence[ParamSlot], flags: Tensor) -> None:
-    """Let a flag of use [slots] hold where any stage that holds the parameter has used it."""
+    """Set the usage flag of a parameter [slots] if any stage that holds the parameter has used it."""
     axes = {id(slot.holders): slot.holders for slot in slots if slot.holders.degree > 1}
     for key, holders in axes.items():
         places = [place for place, slot in enumerate(slots) if id(slot.holders) == key]

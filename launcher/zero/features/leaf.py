@@ -1,7 +1,7 @@
-"""Leaf modules: modules that are one unit with everything inside them. DeepSpeed's functions, and what they do here.
+"""Leaf modules: modules that form one unit with all their submodules, marked by DeepSpeed's functions.
 
-Units are transformer blocks, the embedding and the head. A leaf inside one of them changes nothing; a leaf around some
-takes their place; a leaf beside them leaves the root unit and becomes a unit of its own.
+Units are transformer blocks, the embedding and the head. A leaf inside a unit has no effect. A leaf that
+contains units replaces them. Any other leaf is taken out of the root unit and becomes its own unit.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import nn
 
 from launcher.errors import ConfigError
 
-FLAG = "_z3_leaf"  # DeepSpeed's name: a module that its functions have marked is a leaf here, too
+FLAG = "_z3_leaf"  # DeepSpeed's attribute name, so modules marked by its functions are leaves, too
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-STRUCTURE = (*CONTAINERS, nn.Sequential)  # what may be gone through without being called
-LARGEST = 10**9  # elements of a leaf that the granularity makes
+STRUCTURE = (*CONTAINERS, nn.Sequential)  # modules whose children may be used without calling them
+LARGEST = 10**9  # maximum elements of a leaf chosen by module granularity
 
 Blocks = list[tuple[str, nn.Module]]
 
@@ -25,23 +25,23 @@ Blocks = list[tuple[str, nn.Module]]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Make `model` itself a leaf, or not."""
+    """Mark `model` itself as a leaf, or remove the mark."""
     setattr(model, FLAG, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model` that are marked."""
+    """Return the marked modules of `model`."""
     return [module for module in model.modules() if getattr(module, FLAG, False)]
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark every module of these classes; returns them. Before `launcher.initialize`.
+    """Mark every module of these classes and return them. Call this before `launcher.initialize`.
 
     Args:
-        leaf_module_classes: classes, or names of classes, bare or with their Python module.
-        raise_if_not_found: none found is an error.
+        leaf_module_classes: classes or class names, with or without their Python module.
+        raise_if_not_found: raise an error if no module matches.
 
     Raises:
         ConfigError: no module is of these classes.
@@ -52,21 +52,21 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the mark off every module of these classes; returns them."""
+    """Remove the mark from every module of these classes and return them."""
     return _mark_classes(model, list(leaf_module_classes), False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their names in `named_modules()`; returns (modules, names that no module has)."""
+    """Mark modules by their names in `named_modules()`; return (modules, names that no module has)."""
     return _mark_names(model, module_names, flag, raise_if_not_found, eq)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark every module whose name ends so; returns (modules, endings that no name has)."""
+    """Mark every module whose name has one of the suffixes; return (modules, suffixes without a match)."""
     return _mark_names(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
@@ -114,8 +114,9 @@ def _mark(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
 
 
 def mark_fine_modules(model: nn.Module, threshold: int) -> list[nn.Module]:
-    """Mark the outermost modules with at most `threshold` elements for each module with parameters that is inside, and
-    one; containers, modules without children and those of more than 1e9 elements are not marked."""
+    """Mark the outermost modules whose mean number of elements per submodule with parameters (itself
+    included, rounded down) is at most `threshold`. Containers, modules without children, and modules with
+    more than 1e9 elements are not marked."""
     found: list[nn.Module] = []
     _mark_fine(model, threshold, found)
     return _mark(found, True)
@@ -140,8 +141,8 @@ def _mark_fine(module: nn.Module, threshold: int, found: list[nn.Module]) -> Non
 
 
 def with_leaves(model: nn.Module, blocks: Blocks) -> Blocks:
-    """Return the modules that are units: `blocks`, and the outermost leaves that are not inside one. In the model's
-    order.
+    """Return the modules that become units, in model order: `blocks`, and the outermost leaves that are not
+    inside a block.
 
     Raises:
         ConfigError: such a leaf is a container without a forward.

@@ -1,4 +1,4 @@
-"""MiCS: what a group of ranks has reduced for itself is summed over the groups, once a step."""
+"""MiCS: the gradients reduced inside each shard group are summed over the groups, once per step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from launcher.zero.gradients import FlatGradient
 
 
 class GroupSum:
-    """The second hop of a gradient, along the `replicate` axis."""
+    """The second reduction of a gradient, along the `replicate` axis."""
 
     def __init__(self, gradient: FlatGradient) -> None:
         self._gradient, self._summed = gradient, False
@@ -17,7 +17,7 @@ class GroupSum:
         """Start the sum over the shard groups.
 
         Raises:
-            LauncherError: it was summed in this step, and would be counted again.
+            LauncherError: it was already summed in this step and would be counted twice.
         """
         if self._summed:
             raise LauncherError(
@@ -31,5 +31,5 @@ class GroupSum:
         return all_reduce(self._gradient.owned, flat.axes.replicate, f"{flat.name}/replicate")
 
     def clear(self) -> None:
-        """The step is over."""
+        """Reset at the end of a step."""
         self._summed = False

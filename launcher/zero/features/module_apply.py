@@ -1,6 +1,6 @@
-"""`Module.apply` on a sharded model: the function that is applied sees whole parameters, and rank 0's changes are kept.
+"""`Module.apply` on a sharded model: applied to full parameters, with rank 0's changes kept.
 
-So `model.apply(init_weights)` works after `launcher.initialize` as it does before.
+This makes `model.apply(init_weights)` work after `launcher.initialize` as it does before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GatheringApply:
-    """Stands in front of `apply` on every module of a model, as an attribute of the instance; no class is changed.
+    """Replaces `apply` on every module of a model, as an instance attribute; no class is changed.
 
     Args:
         zero: the model.
@@ -32,14 +32,14 @@ class GatheringApply:
                 module.__dict__["apply"] = partial(self.apply, module)
 
     def remove(self) -> None:
-        """Make `apply` torch's again."""
+        """Restore torch's `apply`."""
         for module in self.zero.module.modules():
             module.__dict__.pop("apply", None)
 
     def apply(self, module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-        """Call `fn` on every module inside, children first, and on `module`. Collective.
+        """Call `fn` on all submodules, children first, and then on `module`. Collective.
 
-        A unit stays gathered while modules of it follow each other.
+        A unit stays gathered during consecutive modules of it.
         """
         open_unit: Unit | None = None
         with ExitStack() as stack:

@@ -1,8 +1,9 @@
-"""Modules that are called while the model's own forward does not run: an encoder before `generate`, an embedding.
+"""Gathers for modules called outside the model's own forward: an encoder before `generate`, an embedding.
 
-Units are unsharded by the forwards of their modules, the root unit by the model's. A module that is called by itself
-may need parameters of a unit whose module is not running: then they are unsharded for this one call. What it saves for
-backward is packed as in the model's forward, so that backward unshards again.
+Units are unsharded by the forwards of their modules, the root unit by that of the model. A module that is
+called on its own may need parameters of a unit whose module is not running: these are unsharded for this one
+call. Tensors that it saves for backward are packed as in the model's forward, so the backward unshards the
+unit again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def gather_for_one_call(hooks: Hooks, unit: Unit, module: nn.Module) -> None:
-    """Unshard a unit for the forward of a module inside it that begins now."""
+    """Unshard a unit for the forward of a submodule that is about to run."""
     with record_function(f"{unit.name}/unshard"):
         hooks.unsharder.use(unit, "forward")
     packs = hooks.packing.start()

@@ -1,4 +1,4 @@
-"""The search for gradients that are not finite, and for the ranks on which they became so."""
+"""Finds gradients that are not finite, and the ranks on which they first were not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launcher.zero.slot import ParamSlot
 if TYPE_CHECKING:
     from launcher.zero.model import ZeroModel
 
-NAMED = 5  # names in a message
+NAMED = 5  # maximum names in a message
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Overflow:
     """A parameter whose reduced gradient has an element that is not finite.
 
     Args:
-        name: of the parameter.
-        ranks: whose own gradient was not finite before it was reduced, by dp rank, then tp rank; empty when only the
-            sum is, or when the ranks were not watched.
+        name: the name of the parameter.
+        ranks: the ranks whose own gradient was not finite before the reduction, by dp rank, then tp rank;
+            empty if only the sum is not finite, or if local gradients were not inspected.
     """
 
     name: str
@@ -33,10 +33,10 @@ class Overflow:
 
 
 class LocalOverflows:
-    """Notes which gradients of this rank are not finite before they are reduced, while it is on.
+    """Records which gradients of this rank are not finite before they are reduced, while `on` is set.
 
     Attributes:
-        slots: those of the present step.
+        slots: the parameters found in the current step.
     """
 
     def __init__(self, slots: list[ParamSlot]) -> None:
@@ -44,17 +44,17 @@ class LocalOverflows:
         self.on = True
 
     def look(self, full: Tensor) -> None:
-        """Look at a collected gradient; one pass over it."""
+        """Inspect a collected gradient; one pass over it."""
         if self.on:
             self.slots |= {slot for slot in self._all if not full[slot.span].isfinite().all()}
 
     def clear(self) -> None:
-        """The step is over."""
+        """Reset at the end of a step."""
         self.slots.clear()
 
 
 def watch_gradients(model: ZeroModel, on: bool) -> None:
-    """Note from now on which gradients of this rank are not finite before they are reduced; one pass over each."""
+    """Record from now on which local gradients are not finite before the reduction; one pass over each."""
     for gradient in model.gradients:
         if isinstance(gradient.inspector, LocalOverflows):
             gradient.inspector.on = on
@@ -63,14 +63,14 @@ def watch_gradients(model: ZeroModel, on: bool) -> None:
 
 
 def find_overflows(model: ZeroModel) -> list[Overflow]:
-    """Return every parameter whose gradient is not finite, the same list on every rank; in the order of the backward,
-    so the first is nearest to where it began. One collective along dp and tp; after the reduction and before
-    zero_grad."""
+    """Return every parameter whose gradient is not finite, the same list on every rank. The list is in
+    backward order, so the first entry is nearest to the origin. One collective along dp and tp; called after
+    the reduction and before zero_grad."""
     slots = [slot for gradient in model.gradients for slot in gradient.flat.slots]
     index = {slot: i for i, slot in enumerate(slots)}
     axis, tp = model.axis, model.tp
     count = axis.degree * tp.degree
-    # one row for each rank's own gradients, and one for the reduced ones
+    # one row for the local gradients of each rank, and one for the reduced ones
     flags = torch.zeros(count + 1, len(slots), dtype=torch.float64)
     for gradient in model.gradients:
         flat, share = gradient.flat, gradient.share
@@ -92,7 +92,7 @@ def find_overflows(model: ZeroModel) -> list[Overflow]:
 
 
 def in_words(found: list[Overflow], *, watched: bool = False) -> str:
-    """Return the first few names; with the ranks where they were watched."""
+    """Return the first few names as text, with their ranks if local gradients were inspected."""
     return first_names(
         (f"{item.name} ({_where(item.ranks)})" if watched else item.name for item in found), NAMED
     )

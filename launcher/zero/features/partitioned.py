@@ -1,9 +1,10 @@
-"""Parameters partitioned among all ranks before there is an engine: what `from_pretrained` fills under ZeRO-3.
+"""Parameters partitioned over all ranks before an engine exists, as `from_pretrained` needs under ZeRO-3.
 
-`Init` of `context.py` builds on meta, and the values come from a seed. Here they are the module's own, as DeepSpeed's
-`zero.Init` has them: a module is built as ever, and as soon as it becomes a part of another one each rank keeps a slice
-of every parameter. Whoever fills them in enters `GatheredParameters`. `launcher.initialize` takes them from there into
-flat buffers, one unit at a time, whatever has been tied, resized, frozen or added in between.
+`Init` in `context.py` builds modules on meta, and their values come from a seed. Here the modules create the
+values themselves, as under DeepSpeed's `zero.Init`: a module is built as usual, and once it becomes a
+submodule of another one, each rank keeps only a slice of every parameter. Code that loads values enters
+`GatheredParameters`. `launcher.initialize` then moves the values into flat buffers, one unit at a time, even
+if parameters were tied, resized, frozen or added in between.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ class PartitionedParam:
     """The values of one parameter, of which each rank keeps a slice in host memory.
 
     Args:
-        values: whole, on every rank; rank 0's count.
-        name: for messages.
-        device: where they are gathered.
-        partitioner: what partitions them, and in which dtype.
+        values: the full values, on every rank; those of rank 0 are used.
+        name: used in messages.
+        device: the device on which they are gathered.
+        partitioner: the partitioner of the parameter, which sets its dtype and whether its model is being
+            built.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class PartitionedParam:
         self._deal(values.detach(), source=0)
 
     def touched(self, *, changed: bool) -> AbstractContextManager[Any]:
-        """Return a model's own `__init__` may still look at it, and fill it in; rank 0's changes count."""
+        """Gather the values while a model is being built, so that its own `__init__` can read and initialise
+        them; rank 0's changes are kept. Otherwise do nothing."""
         if self.whole is not None or self._partitioner is None or not self._partitioner.building:
             return nullcontext()
         return self.gathered(0 if changed else None)
@@ -73,7 +76,7 @@ class PartitionedParam:
         """Gather all values inside the `with`; a collective of all ranks.
 
         Args:
-            modifier_rank: this rank's edits are kept and sent to all; None: edits are lost.
+            modifier_rank: the rank whose edits are kept and broadcast; None: edits are lost.
         """
         opened = self.whole is None
         values = self.whole = self._gather() if self.whole is None else self.whole
@@ -87,24 +90,24 @@ class PartitionedParam:
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Return whether it stands for values that are partitioned, and belongs to no engine yet."""
+    """Return whether the parameter is a handle of partitioned values that no engine has taken over yet."""
     return isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, PartitionedParam)
 
 
 def partitioned_of(parameter: Tensor) -> PartitionedParam:
-    """Return the values of a parameter that `is_partitioned`."""
+    """Return the partitioned values of a parameter for which `is_partitioned` is true."""
     assert isinstance(parameter, ShardedParameter) and isinstance(parameter.zero_holder, PartitionedParam)
     return parameter.zero_holder
 
 
 class Partitioner:
-    """Puts handles in the place of parameters, one for each, however many modules show it.
+    """Replaces parameters with handles, one for each parameter, no matter how many modules share it.
 
     Args:
-        dtype: of what is floating-point, from now on; None: its own.
+        dtype: the dtype to cast floating-point parameters to; None: keep their own.
 
     Attributes:
-        building: a model is being built: what is touched is gathered.
+        building: a model is being built: parameters are gathered on access.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -112,7 +115,8 @@ class Partitioner:
         self._handles: Any = WeakIdKeyDictionary()
 
     def partition(self, module: nn.Module, prefix: str = "") -> None:
-        """Deal out every parameter inside `module` that is not yet, and is not on meta. A collective of all ranks."""
+        """Partition every parameter in `module` that is neither partitioned nor on meta. Collective on all
+        ranks."""
         for path, inner in module.named_modules(prefix=prefix or type(module).__name__):
             for attribute, parameter in inner._parameters.items():
                 if parameter is None or isinstance(parameter, ShardedParameter) or parameter.is_meta:
@@ -123,7 +127,7 @@ class Partitioner:
         return self._dtype if self._dtype is not None and values.is_floating_point() else values.dtype
 
     def handle(self, parameter: Tensor, name: str) -> ShardedParameter:
-        """Return what stands for it from now on."""
+        """Return the handle that replaces a parameter."""
         if parameter not in self._handles:
             handle = ShardedParameter(PartitionedParam(parameter, name, self.device, self))
             handle.__dict__.update(parameter.__dict__)
@@ -133,17 +137,18 @@ class Partitioner:
 
 
 class PartitionedInit:
-    """Build a model of which no rank holds all: `with PartitionedInit(): model = Model(...)`. Collective.
+    """Builds a model that no rank holds completely: `with PartitionedInit(): model = Model(...)`. Collective.
 
-    A module keeps its parameters whole until it becomes a part of another one, or the `with` ends. Inside the `with`
-    whatever touches one gathers it for that moment, on all ranks, and rank 0's changes are kept: so a model's own
-    `__init__` can fill them in (`self.apply(self._init_weights)`). One rank keeps a slice that is the whole.
+    A module keeps full parameters until it becomes a submodule of another one, or the `with` ends. Inside the
+    `with`, any later access to a parameter gathers it for that operation, on all ranks, and rank 0's changes
+    are kept, so a model's own `__init__` can initialise them (`self.apply(self._init_weights)`). With one
+    rank the slice is the whole parameter.
 
     Args:
-        module: an existing module: its parameters are partitioned at once.
+        module: an existing module, whose parameters are partitioned at once.
         enabled: false makes this do nothing.
-        dtype: of the parameters, as soon as they are partitioned; None: their own.
-        others: accepted for DeepSpeed's callers; the JSON is read by initialize().
+        dtype: the dtype of partitioned parameters; None: keep their own.
+        others: accepted for compatibility with DeepSpeed; initialize() reads the JSON config.
     """
 
     def __init__(
@@ -194,10 +199,12 @@ class PartitionedInit:
 
 
 class PartitionedValues:
-    """A source: takes what is partitioned, and what is whole, out of a model, and leaves parameters on meta there.
+    """A `ParamSource` that takes the partitioned and the full parameters out of a model, and leaves
+    parameters on meta in their place.
 
     Args:
-        model: some of its parameters are partitioned; the others (added since) are rank 0's.
+        model: some of its parameters are partitioned; for the others (added since) the values of rank 0 are
+            used.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -220,7 +227,7 @@ class PartitionedValues:
 
     @contextmanager
     def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
-        """Open as `ParamSource` does; the slices of what has been read are given up."""
+        """Open as in `ParamSource`; slices are freed once they are read."""
         values: dict[str, Tensor] = {}
         for slot in slots:
             with self._dealt.pop(slot.name).gathered() as whole:

@@ -1,5 +1,8 @@
-"""Parameters in blocks of 8-bit integers: on the wire (`zero_quantized_weights`), and at rest while they are frozen
-(`zero_quantized_nontrainable_weights`)."""
+"""8-bit block quantisation of gathered parameters and of frozen shards.
+
+Gathers use it with `zero_quantized_weights`, the shards of frozen parameters with
+`zero_quantized_nontrainable_weights`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ BITS = 8
 
 
 class QuantizedGather:
-    """Quantises a shard for each gather, but for those that ask for exact values."""
+    """Quantises the shard for each gather, except for gathers that need exact values."""
 
     held_bytes = 0
 
@@ -33,7 +36,7 @@ class QuantizedGather:
 
 
 class QuantizedShard:
-    """The shard of frozen parameters, quantised once, in place of `shard` and `master`."""
+    """The shard of frozen parameters, quantised once; replaces `shard` and `master`."""
 
     def __init__(self, flat: FlatBuffer) -> None:
         self._flat = flat
@@ -58,7 +61,7 @@ class QuantizedShard:
     # ---- as a PackedShard -------------------------------------------------------------------
 
     def pack(self) -> None:
-        """Quantise the values of the buffer; what they were goes."""
+        """Quantise the values of the buffer and free the originals."""
         flat = self._flat
         values = flat.shard if self._packed is None else self.unpack().load()
         self._packed = quantize(values, BITS)
@@ -67,7 +70,7 @@ class QuantizedShard:
         flat.keep(nothing, nothing)
 
     def unpack(self) -> OffloadedTensor:
-        """Return the values, until `pack`."""
+        """Return the dequantised values, valid until `pack`."""
         flat = self._flat
         if self._unpacked is None:
             assert self._packed is not None

@@ -1,4 +1,4 @@
-"""A model is given back as it was, for another engine."""
+"""Releases a model from its engine, so that another engine can take it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from launcher.zero.slot import ParamSlot
 
 
 def release(model: nn.Module) -> None:
-    """Take a model from the engine that it has, if any: no hooks; what was sharded is partitioned. A collective.
+    """Detach a model from its engine, if it has one: remove the hooks, and keep sharded parameters
+    partitioned. A collective.
 
     Raises:
-        LauncherError: layers are split over tp, or the model is cut into stages: it is not what it was.
+        LauncherError: the model is split over tp or pipeline stages, so its original form cannot be restored.
     """
     earlier = [zero for zero in live_models() if any(zero.slot_of(p) is not None for p in model.parameters())]
     handles = [p for p in model.parameters() if isinstance(p, ShardedParameter) and not is_partitioned(p)]

@@ -1,9 +1,9 @@
-"""The check that what several ranks hold alike is alike, bit for bit (`replica_check`).
+"""A bitwise comparison of values that several ranks replicate (`replica_check`).
 
-Data-parallel ranks have the same parameters at the stages that do not shard them; at stage 0, and in the groups of
-MiCS, the same optimizer state, too. They differ where memory or a processor has made a mistake (Llama 3,
-arXiv:2407.21783, section 3.3.4: six of 419 interruptions), and where a script has changed weights on some ranks only.
-Nothing else would tell: every rank goes on with a finite loss.
+Data-parallel ranks have the same parameters at the stages that do not shard them; at stage 0, and in the
+groups of MiCS, the same optimizer state, too. They differ after a memory or processor error (Llama 3,
+arXiv:2407.21783, section 3.3.4: six of 419 interruptions), or if a script has changed weights on some ranks
+only. Nothing else would reveal this: every rank continues with a finite loss.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from launcher.zero.flat import FlatBuffer
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 StateOf = Callable[[str], Mapping[str, Any]]
-"""Name of a parameter -> the states that the optimizer has of it in memory."""
+"""Parameter name -> the optimizer states of that parameter that are in memory."""
 
 
 class _Replica(NamedTuple):
-    """A value that the ranks of an axis hold alike: a flat buffer or a state of one parameter, and its pieces with
-    names."""
+    """A value that the ranks of an axis replicate: a flat buffer or one optimizer state, and its named
+    pieces."""
 
     axis: Axis
     whole: Tensor
@@ -36,11 +36,12 @@ class _Replica(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """Ranks that hold other values than the rest.
+    """Ranks whose values differ from those of the other replicas.
 
     Attributes:
-        ranks: numbers in the whole run; those of all replicas where no majority says which are right.
-        names: of parameters and states, the first few.
+        ranks: global ranks; those of all replicas if no majority determines which are right.
+        names: names of the parameters and states that differ.
+        is_known: whether a majority determines the wrong ranks.
     """
 
     ranks: list[int]
@@ -57,10 +58,10 @@ class Deviation(NamedTuple):
 
 
 def compare_replicas(flats: Sequence[FlatBuffer], state_of: StateOf) -> None:
-    """Compare the replicas of this rank's values with those of the other ranks. Collective.
+    """Compare the replicated values of this rank with those of the other ranks. Collective.
 
     Raises:
-        LauncherError: on every rank of the axis on which they differ.
+        LauncherError: on every rank of an axis whose replicas differ.
     """
     by_axis: dict[int, list[_Replica]] = {}
     for replica in _replicas(flats, state_of):
@@ -91,12 +92,12 @@ def _replicas(flats: Sequence[FlatBuffer], state_of: StateOf) -> Iterator[_Repli
 
 
 def master_of(flat: FlatBuffer) -> list[tuple[str, Tensor]]:
-    """Return the master weights of this rank, with names."""
+    """Return the master weights of this rank as (name, values)."""
     return [(f"the master of {slot.name}", part) for slot, part in flat.owned_views(flat.master)]
 
 
 def states_of(flat: FlatBuffer, state_of: StateOf) -> Iterator[tuple[str, Tensor]]:
-    """Yield the states of the optimizer on this rank, with names."""
+    """Yield the optimizer states on this rank as (name, values)."""
     for slot, _, _ in flat.overlaps(flat.owned):
         for key, value in state_of(slot.name).items():
             if isinstance(value, Tensor) and value.dim():
@@ -104,7 +105,7 @@ def states_of(flat: FlatBuffer, state_of: StateOf) -> Iterator[tuple[str, Tensor
 
 
 def _compared(replicas: Sequence[_Replica]) -> Deviation | None:
-    """Compare what the ranks of one axis hold."""
+    """Compare the replicas on the ranks of one axis; return the deviation, if any."""
     group = replicas[0].axis.group
     rows = gather_plain(digests([replica.whole for replica in replicas]), group)
     if all(row == rows[0] for row in rows):
@@ -122,13 +123,14 @@ def _compared(replicas: Sequence[_Replica]) -> Deviation | None:
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a number for the bits of each tensor, of which there is one at least: the sum of its words, int64
-    [tensors], on their device. One bit more or less always changes it."""
+    """Return a checksum of each tensor (at least one): the sum of its words, int64 [tensors], on their
+    device. A single flipped bit always changes it."""
     return torch.stack([_bits(tensor).sum(dtype=torch.int64) for tensor in tensors])
 
 
 def digests(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the same as numbers; none for none. The tensors may be on several devices, each of which is waited for."""
+    """Return `checksums` as numbers; the list may be empty. The tensors may be on several devices, and the
+    host waits for each device."""
     found: dict[int, int] = {}
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         places = [place for place, tensor in enumerate(tensors) if tensor.device == device]

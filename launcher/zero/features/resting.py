@@ -1,4 +1,4 @@
-"""Checksums of what one rank alone holds, from one step to the next (`replica_check.resting`)."""
+"""Checksums of values that only one rank holds, compared between steps (`replica_check.resting`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from launcher.zero.features.replicas import StateOf, digests, master_of, states_
 from launcher.zero.flat import FlatBuffer
 
 Noted = tuple[int, int, int]
-"""Where a value lies, how often it was written to, its checksum."""
+"""The address of a value, its write count, and its checksum."""
 
 
 class _Value(NamedTuple):
-    """A value of this rank. `seen_as`: the parameters that show it, which count writes by themselves."""
+    """A value of this rank. `seen_as`: parameters that are views of it, with separate write counts."""
 
     name: str
     value: Tensor
@@ -27,24 +27,24 @@ class _Value(NamedTuple):
 
 
 class RestingValues:
-    """Checksums of the shard, the master weights and the states of this rank, from one step to the next.
+    """Checksums of this rank's shard, master weights and optimizer states, kept between steps.
 
-    torch counts who has written to a tensor. What a program has changed since is not compared.
+    torch counts the writes to a tensor. Values that the program has written to since are not compared.
     """
 
     def __init__(self) -> None:
         self._noted: dict[str, Noted] = {}
 
     def note(self, flats: Sequence[FlatBuffer], state_of: StateOf) -> None:
-        """Note what they are now."""
+        """Record the current checksums."""
         self._noted = _now(flats, state_of)
 
     def forget(self) -> None:
-        """Compare nothing before the next step: all of them were loaded."""
+        """Discard the checksums, after all values were loaded; the next comparison then finds nothing."""
         self._noted = {}
 
     def changed(self, flats: Sequence[FlatBuffer], state_of: StateOf) -> list[str]:
-        """Return the names of values that have other bits than were noted."""
+        """Return the names of values whose bits have changed although nothing has written to them."""
         now = _now(flats, state_of)
         noted = ((name, self._noted.get(name), new) for name, new in now.items())
         return [name for name, old, new in noted if old and old[:2] == new[:2] and old[2] != new[2]]

@@ -1,4 +1,4 @@
-"""hpZ: a second shard of the parameters, on a smaller axis, from which they are gathered again until the next step."""
+"""hpZ: a second shard of the parameters on a smaller axis, which serves gathers until the next step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SecondState(Enum):
     """The state of the second shard.
 
     STALE: values from before the last step, or none.
-    FILLING: the same; the gather under way brings those of this step.
-    FRESH: the parameters of this step, as they were gathered: perhaps quantised.
+    FILLING: still stale; the gather in flight brings the values of this step.
+    FRESH: the parameters of this step as they were gathered, possibly quantised.
     """
 
     STALE = "stale"
@@ -25,10 +25,10 @@ class SecondState(Enum):
 
 
 class SecondShard:
-    """Slice r of what was gathered last, r being the rank on the secondary axis.
+    """Slice r of the parameters gathered last, where r is the rank on the secondary axis.
 
     Args:
-        flat: the buffer whose parameters these are.
+        flat: the flat buffer of the parameters.
         axis: `ShardAxes.secondary`.
     """
 
@@ -38,8 +38,8 @@ class SecondShard:
         self.tensor = memory(flat.numel // axis.degree, flat.dtype, flat.pool.device).zero_()
 
     def gather(self, buffer: Tensor, phase: str, tag: str) -> Pending | None:
-        """Fill `buffer` along the secondary axis, if the second shard has what is asked for."""
-        # What it holds may have been quantised, and then it is not what is asked for.
+        """Fill `buffer` along the secondary axis if the second shard has the requested values."""
+        # the second shard may hold quantised values, which do not serve an exact gather
         good = phase != EXACT or not self._quantizes
         if self._state is SecondState.FRESH and good:
             buffer[self._span].copy_(self.tensor)
@@ -49,13 +49,13 @@ class SecondShard:
         return None
 
     def on_unsharded(self, full: Tensor) -> None:
-        """Keep what was gathered."""
+        """Store this rank's slice of the gathered parameters."""
         if self._state is SecondState.FILLING:
             self.tensor.copy_(full[self._span])
             self._state = SecondState.FRESH
 
     def on_change(self) -> None:
-        """The parameters of this step are over."""
+        """Mark the second shard as stale."""
         if self._state is SecondState.FRESH:
             self._state = SecondState.STALE
 
@@ -65,5 +65,5 @@ class SecondShard:
 
 
 def second_shards(flat: FlatBuffer) -> list[Tensor]:
-    """Return the second shard of a buffer, if it has one."""
+    """Return the second shards of a buffer: one, or none."""
     return [feature.tensor for feature in flat.gather_features if isinstance(feature, SecondShard)]

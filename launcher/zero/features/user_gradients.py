@@ -1,9 +1,9 @@
-"""Gradients that a user throws away, or sets, between backward and step.
+"""Gradients that user code discards or sets between backward and step.
 
-At stages 0 and 1 `.grad` is a view of the gradient that is kept, and `FlatGradient` sees there what became of it. Where
-that gradient is sharded or wider than the parameter, `.grad` is None between backwards. Then nobody can see that
-`zero_grad()` was called, so torch's own two functions tell us; and what users have in hand is a `GradientElsewhere`,
-which hears of `p.grad = None`.
+At stages 0 and 1 `.grad` is a view of the kept gradient, and `FlatGradient` detects changes through it. If
+the kept gradient is sharded or wider than the parameter, `.grad` is None between backwards and cannot reveal
+a `zero_grad()`. Therefore torch's two `zero_grad` methods are wrapped, and the parameters that users hold are
+`GradientElsewhere` objects, which intercept `p.grad = None`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DATA: Any = torch.Tensor.data
 
 
 class WatchedLeaf(nn.Parameter):
-    """A leaf with master weights elsewhere. It notes that `.data` was asked for, through which it can be edited."""
+    """A leaf with separate master weights. It records access to `.data`, which may be used to edit it."""
 
     zero_touched: bool
 
@@ -50,17 +50,17 @@ Parameters = Callable[[Any], Iterable[Tensor]]
 
 _models: Callable[[], Iterable[ZeroModel]] = list
 engine_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that engines step."""
+"""The optimizers that engines step."""
 
 
 @cache
 def follow_torch(models: Callable[[], Iterable[ZeroModel]]) -> None:
-    """Have `zero_grad()` of every module and every torch optimizer in this process, hooks on gradients, and steps of
-    other optimizers reach the models under ZeRO. On the classes: whose module it is called on, and how deep inside it
-    our parameters are, nobody knows before.
+    """Wrap `zero_grad()` of modules and torch optimizers and the registration of gradient hooks, and hook the
+    steps of other optimizers, so that ZeRO models are notified of them. The wrappers are on the classes,
+    because `zero_grad()` may be called on any module that contains our parameters, at any depth.
 
     Args:
-        models: gives those that there are.
+        models: returns the current models.
     """
     global _models
     _models = models
@@ -87,7 +87,7 @@ def _follow(cls: Any, parameters_of: Parameters) -> None:
 
 
 def _follow_hooks() -> None:
-    """Let a hook that a script registers on a gradient see it before it is collected."""
+    """Keep user hooks on gradients ahead of ours, so that they run before the gradient is collected."""
     cls: Any = Tensor
     torchs = cls.register_post_accumulate_grad_hook
 
@@ -102,7 +102,7 @@ def _follow_hooks() -> None:
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, keywords: object) -> None:
-    """Refuse, before the step of any optimizer in this process, one that the engine does not know."""
+    """Raise before a step of an optimizer that the engine does not know, if it steps ZeRO parameters."""
     if optimizer in engine_optimizers:
         return
     models = list(_models())
@@ -118,7 +118,7 @@ def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, keyword
 
 @cache
 def warn_of_discard_once(rank: int) -> None:
-    """Say that gradients of a step that is not over are gone."""
+    """Log a warning, once, that gradients of an unfinished step were discarded."""
     if rank == 0:
         logger.warning(
             "zero_grad() between the microbatches of a step discarded their gradients, as in PyTorch; if that is "
@@ -127,8 +127,8 @@ def warn_of_discard_once(rank: int) -> None:
 
 
 class GradientElsewhere:
-    """A parameter whose gradient is kept elsewhere: `.grad` is None between backwards. `p.grad = None` throws away what
-    is kept; a tensor cannot be set."""
+    """A parameter whose gradient is kept elsewhere: `.grad` is None between backwards. `p.grad = None`
+    discards the kept gradient; setting a tensor raises an error."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -148,7 +148,7 @@ class GradientElsewhere:
 
 
 class LeafElsewhere(GradientElsewhere, WatchedLeaf):
-    """The class that a leaf gets; copies of it are plain parameters."""
+    """The class of a leaf whose gradient is kept elsewhere; copies of it are plain parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copy = nn.Parameter(self.data.clone(), self.requires_grad)
@@ -159,11 +159,12 @@ class LeafElsewhere(GradientElsewhere, WatchedLeaf):
 
 
 class ClaimedLeaves:
-    """Leaves that are of a class of ours until `remove`; those of a class of their own stay what they are.
+    """Changes the class of plain leaves to one of ours until `remove`; leaves of other parameter classes are
+    not changed.
 
     Args:
         elsewhere: leaves whose gradients are kept elsewhere.
-        watched: leaves whose optimizer steps another copy of them.
+        watched: leaves of which the optimizer steps another copy.
     """
 
     def __init__(self, elsewhere: Iterable[nn.Parameter], watched: Iterable[nn.Parameter]) -> None:
@@ -175,6 +176,6 @@ class ClaimedLeaves:
                     self._leaves.append(leaf)
 
     def remove(self) -> None:
-        """Make them plain parameters again."""
+        """Make the leaves plain parameters again."""
         for leaf in self._leaves:
             leaf.__class__ = nn.Parameter

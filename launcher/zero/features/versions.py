@@ -1,9 +1,10 @@
-"""The weights of a rank as they were some updates ago, beside the newest ones.
+"""Older versions of a rank's weights, kept in addition to the newest (weight stashing).
 
-The newest lie in the flat buffers for good: there the optimizer steps them, and there checkpoints find them. Older ones
-are copies, made right before an update and only where they are needed again. The module computes with one version at a
-time: its leaves are views of the buffers or of a copy, and what autograd has saved of the weights is looked up in the
-version of that moment (`saved_tensors.py`). So a backward sees the weights of its forward, whatever came between them.
+The newest version is always in the flat buffers, where the optimizer steps it and checkpoints read it. Older
+versions are copies, made right before an update and only if they are needed again. The module computes with
+one version at a time: its leaves are views of the buffers or of a copy, and tensors that autograd has saved
+of the weights are unpacked from the version shown at that moment (`saved_tensors.py`). A backward thus uses
+the weights of its forward, even if updates happened in between.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from launcher.zero.model import ZeroModel
 
 
 class Versions:
-    """Versions of the trainable parameters, by the number of updates behind them. Parameters must not be sharded.
+    """Versions of the trainable parameters, numbered by updates. Parameters must not be sharded.
 
     Attributes:
-        newest: what the next update makes old.
-        most: versions that there were at once, the newest with them.
+        newest: the number of the newest version.
+        most: the maximum number of versions held at once, including the newest.
     """
 
     def __init__(self, zero: ZeroModel) -> None:
@@ -36,8 +37,8 @@ class Versions:
         zero.hooks.packing.enabled = True
 
     def show(self, number: int) -> None:
-        """Let the module compute with a version. One from before the first that is kept is taken to be that one: a run
-        begins, and goes on after `forget`, with the newest alone."""
+        """Switch the module to a version. A number before the oldest kept version selects that one: at the
+        start of a run, and after `forget`, only the newest exists."""
         number = max(number, min(self._older, default=self.newest))
         if number == self._shown:
             return
@@ -48,10 +49,11 @@ class Versions:
         self._shown = number
 
     def advance(self, needed: Collection[int]) -> None:
-        """Show the newest weights, which are about to change and become old if they are `needed` again.
+        """Show the newest version, which is about to be updated, and keep a copy of it if it is `needed`
+        again.
 
         Args:
-            needed: versions that will be shown again. Others are dropped.
+            needed: the versions that will be shown again. Others are dropped.
         """
         self.show(self.newest)
         self._drop(set(self._older) - set(needed))
@@ -63,7 +65,7 @@ class Versions:
         self.most = max(self.most, 1 + len(self._older))
 
     def forget(self) -> None:
-        """Forget all but the newest."""
+        """Drop all versions except the newest."""
         self.show(self.newest)
         self._drop(set(self._older))
 

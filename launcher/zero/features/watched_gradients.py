@@ -1,4 +1,4 @@
-"""The bits of gradients, for a step that is computed twice (`replica_check.replay_every`)."""
+"""Checksums of gradients, for a step that is computed twice (`replica_check.replay_every`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Watched:
-    """Notes the bits of a gradient before it is reduced, each time, beside what else looks at it."""
+    """Records checksums of a gradient before each reduction, and forwards to the previous inspector."""
 
     def __init__(self, gradient: FlatGradient) -> None:
         self._gradient, self.before = gradient, gradient.inspector
@@ -32,7 +32,7 @@ class _Watched:
 
 
 class WatchedGradients:
-    """The bits of the gradients that this rank computes, and of its shares of their sums, while it is entered."""
+    """Records checksums of this rank's gradients and of its shares of their sums, inside the `with`."""
 
     def __init__(self, gradients: Sequence[FlatGradient]) -> None:
         self._all = [(gradient, _Watched(gradient)) for gradient in gradients]
@@ -49,11 +49,12 @@ class WatchedGradients:
     def bits(
         self, run: Callable[[], tuple[Tensor, T]], flush: Callable[[], None]
     ) -> tuple[dict[str, list[int]], tuple[Tensor, T]]:
-        """Return (name -> the bits of what was computed in it, what `run` returns), the losses among them.
+        """Return (name -> checksums of the values computed in `run`, the result of `run`); the losses are
+        included.
 
         Args:
-            run: computes gradients, and returns losses first.
-            flush: ends their reductions.
+            run: computes gradients, and returns the losses first.
+            flush: completes the reductions.
         """
         result = run()
         flush()

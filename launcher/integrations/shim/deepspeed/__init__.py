@@ -1,5 +1,6 @@
-"""Not DeepSpeed: its names, on launcher's engine. On the path of what `launch` starts, after `enable()`, and where
-`launch shim` puts it."""
+"""Not DeepSpeed, but DeepSpeed's names on launcher's engine.
+
+On sys.path in programs started by `launch`, after `enable()`, and where `launch shim` installs it."""
 
 from launcher.integrations import surface
 
