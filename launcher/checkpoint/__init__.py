@@ -1,1 +1,1 @@
-"""Saving and loading of logical tensors: any topology writes a checkpoint, any topology reads it."""
+"""Saves and loads logical tensors: a checkpoint written on any topology can be loaded on any other."""

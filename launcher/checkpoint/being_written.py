@@ -1,7 +1,7 @@
-"""Marks temporary directories that a living process is writing, so that two saves into one place do not collide.
+"""Locks temporary directories while a process writes them, so that concurrent saves do not interfere.
 
-The kernel lets go of a lock when its process ends, however it ends. Where a file system has no locks on directories
-(NFS), nothing counts as being written.
+The kernel releases a lock when its process ends, however it ends. On file systems without locks on
+directories (NFS), no directory counts as being written.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 from pathlib import Path
 
 _held: dict[Path, int | None] = {}
-"""Temporary directory that this process writes -> the descriptor whose lock says so; None: there are no locks here."""
+"""Temporary directory that this process writes -> descriptor that holds its lock; None: no lock support."""
 
 
 def hold(directory: Path) -> None:
-    """Say that this process writes a directory, until `let_go`."""
+    """Mark a directory as being written by this process, until `let_go`."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -27,7 +27,7 @@ def hold(directory: Path) -> None:
 
 
 def let_go(directory: Path) -> bool:
-    """Say that this process writes a directory no more; return whether it did."""
+    """Unmark a directory; return whether this process had marked it."""
     if directory not in _held:
         return False
     if (handle := _held.pop(directory)) is not None:
@@ -36,10 +36,10 @@ def let_go(directory: Path) -> bool:
 
 
 def is_being_written(directory: Path) -> bool:
-    """Return whether another process, or a save of this one, writes a directory."""
+    """Return whether another process, or a save of this one, is writing a directory."""
     try:
         handle = os.open(directory, os.O_RDONLY)
-    except OSError:  # it has just been given its name
+    except OSError:  # it has just been renamed
         return True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,7 +53,7 @@ def is_being_written(directory: Path) -> bool:
 
 
 def _forget() -> None:
-    """A child process does not write: its copy of a lock would outlive ours."""
+    """Close the inherited locks in a forked child, which does not write: they would outlive the parent's."""
     for handle in _held.values():
         if handle is not None:
             os.close(handle)

@@ -1,6 +1,6 @@
-"""Checksums of a checkpoint's files: made while they are written, compared before anything of them is used.
+"""Checksums of a checkpoint's files: computed while they are written, verified before any content is used.
 
-Files are hashed by blocks (XXH3, 64 bits), so that ranks can share a large one, and an error can say where.
+Files are hashed in blocks (XXH3, 64 bits), so that ranks can split a large file and errors name the position.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launcher.checkpoint.durable import DurableFile
 from launcher.errors import CheckpointError
 
 BLOCK = 1 << 26
-_PIECE = 1 << 20  # read at a time: what was read is still in the cache when it is hashed
+_PIECE = 1 << 20  # read at a time; small enough to be hashed while it is still in the cache
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FileChecksum:
 
     @classmethod
     def read(cls, content: Any) -> FileChecksum:
-        """Read what `write` returned."""
+        """Parse the result of `write`."""
         if isinstance(content, int):
             return cls(content)
         size, blocks = content["bytes"], content["xxh3"]
@@ -49,7 +49,7 @@ class FileChecksum:
 
 
 class _Hasher:
-    """The digests of the blocks of a stream."""
+    """Hashes a stream block by block."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -72,7 +72,7 @@ class _Hasher:
 
 
 class HashedFile(DurableFile):
-    """A file that hashes what is written."""
+    """A durable file that is hashed while it is written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -85,7 +85,7 @@ class HashedFile(DurableFile):
 
 
 class HashingFileSystem(FileSystem):
-    """torch's file system; `stamps` has the files that were written through it, by name."""
+    """torch's file system; `stamps` maps the name of each file written through it to its checksums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class HashingFileSystem(FileSystem):
 
     @contextmanager
     def written(self, path: Path) -> Generator[HashedFile, None, None]:
-        """Write a file."""
+        """Open a file for writing; record its checksums when it is closed."""
         with HashedFile(path) as file:
             yield file
         self.stamps[path.name] = file.hasher.stamp()
@@ -113,10 +113,10 @@ def digest(content: bytes) -> str:
 
 
 def check_sizes(directory: Path, stamps: Mapping[str, FileChecksum]) -> None:
-    """Check that all files are there and as long as they were.
+    """Check that all files exist and have their recorded sizes.
 
     Raises:
-        CheckpointError: one is not.
+        CheckpointError: a file is missing or has another size.
     """
     for name, stamp in stamps.items():
         path = directory / name
@@ -133,12 +133,12 @@ def check_sizes(directory: Path, stamps: Mapping[str, FileChecksum]) -> None:
 def check_blocks(
     directory: Path, stamps: Mapping[str, FileChecksum], share: int = 0, shares: int = 1
 ) -> None:
-    """Check that the bytes are what they were: of all blocks, or of one of `shares` shares of them.
+    """Verify the checksums of all blocks, or of share number `share` out of `shares`.
 
-    Blocks are shared in the order of the files, so that ranks hash about what they read afterwards.
+    Shares are contiguous in file order, so that a rank hashes roughly the data that it reads afterwards.
 
     Raises:
-        CheckpointError: some are not.
+        CheckpointError: a checksum is wrong.
     """
     blocks = [(name, at) for name, stamp in stamps.items() for at in range(len(stamp.blocks or ()))]
     mine = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
@@ -152,7 +152,7 @@ def check_blocks(
 
 
 def damaged(path: Path, place: str = "") -> CheckpointError:
-    """Return the error for a file whose bytes are not those that were written."""
+    """Return the error for a file with a wrong checksum."""
     return CheckpointError(
         f"{path} is damaged: its checksum is wrong{place and f' {place}'}.",
         where=str(path),

@@ -1,4 +1,4 @@
-"""A checkpoint copied into launcher's own format, one tensor after the other."""
+"""Copies a checkpoint into launcher's own format, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from launcher.tensor.split import Split
 
 
 def copy(stored: SourceCheckpoint, out: Path) -> Path:
-    """Write a checkpoint, DeepSpeed's for example, as one of launcher's in `out`; return its directory.
+    """Copy a checkpoint, such as DeepSpeed's, into `out` in launcher's format; return its directory.
 
     Raises:
-        CheckpointError: it is damaged, or `out` has one of that tag, or is a part of it.
+        CheckpointError: it is damaged, or `out` already has a checkpoint with its tag or is inside it.
     """
     if (out / stored.tag).exists():
         raise there_already(out / stored.tag)
@@ -38,7 +38,7 @@ def copy(stored: SourceCheckpoint, out: Path) -> Path:
 
 
 def _lazily(stored: SourceCheckpoint, name: str) -> FlatSlice:
-    """Return a tensor that is read when it is written."""
+    """Return a tensor that is read only when it is written."""
     entry = stored.entries[name]
     place = Split.whole(tuple(entry.size)), 0, entry.size.numel()
     return FlatSlice.lazily(

@@ -1,7 +1,7 @@
-"""Files that are on the disk before anybody is told that they are.
+"""Writes files that are on disk before they are reported as written.
 
-The disk writes while more of a file is made. Linux alone would begin when a tenth of the memory is dirty, and fsync
-would then wait for all of it.
+The disk writes while the rest of a file is produced. By default, Linux would start writing when a tenth of
+the memory is dirty, and fsync would then wait for all of it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import psutil
 
 _AT_ONCE = 1 << 26
-"""Bytes after which the disk is told to go on."""
+"""Bytes to write before the next fdatasync is started in the background."""
 
 
 class DurableFile(io.BufferedWriter):
-    """A file, written from its beginning to its end; `finish` returns when the disk has it."""
+    """A file that is written sequentially; `finish` returns when it is on disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="fdatasync")
         self._under_way: Future[None] | None = None
-        self._waiting = 0  # bytes that the disk was not told of
+        self._waiting = 0  # bytes written since the last fdatasync was started
 
     def write(self, content: Any) -> int:
         count = super().write(content)
@@ -40,27 +40,27 @@ class DurableFile(io.BufferedWriter):
         return count
 
     def finish(self) -> None:
-        """Wait until the disk has everything.
+        """Wait until the whole file is on disk.
 
         Raises:
-            OSError: it could not write.
+            OSError: a write failed.
         """
         self.flush()
         self._settle()
         os.fsync(self.fileno())
 
     def close(self) -> None:
-        self._disk.shutdown()  # the descriptor is in use until then
+        self._disk.shutdown()  # a running fdatasync uses the descriptor
         super().close()
 
     def _settle(self) -> None:
-        # The kernel tells of an error once, so each answer counts.
+        # The kernel reports a write error only once, so every result has to be checked.
         if self._under_way is not None:
             self._under_way.result()
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file so that after a crash it has the old or the new content, never a part."""
+    """Write a file atomically: after a crash it has either the old or the new content."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -80,8 +80,10 @@ def sync_directory(path: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a place beside `path` for this process alone: several may write one file. What ended ones left is
-    removed."""
+    """Return a temporary path next to `path` that only this process uses, as several may write the same file.
+
+    Temporary files of processes that have ended are removed.
+    """
     mine = f".{path.name}.{socket.gethostname()}."
     with contextlib.suppress(OSError):
         for other in path.parent.glob(f"{mine}*.tmp"):
@@ -93,7 +95,7 @@ def temporary_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def temporary_file(path: Path) -> Iterator[Path]:
-    """Give a place to write, which becomes `path` when all went well."""
+    """Yield a temporary path to write to, which is renamed to `path` on success."""
     place = temporary_path(path)
     try:
         yield place

@@ -1,6 +1,6 @@
-"""Hugging Face safetensors, streamed: the header first, then one tensor after the other.
+"""Streams tensors into Hugging Face safetensors files: the header first, then one tensor at a time.
 
-The format: 8 bytes with the header's length, a JSON header with dtype, shape and byte range of every
+The format: 8 bytes with the header's length, a JSON header with the dtype, shape and byte range of every
 tensor, and the tensors' bytes, row-major and little-endian, without gaps
 (github.com/huggingface/safetensors).
 """
@@ -50,30 +50,28 @@ class _PlannedTensor:
 def write_safetensors(
     path_dir: str | Path, entries: Iterable[ExportEntry], max_shard_size: float = 5e9, writer: bool = True
 ) -> list[Path]:
-    """Write tensors so that `from_pretrained` reads them, holding one of them at a time.
+    """Write tensors as safetensors files for `from_pretrained`, holding one tensor at a time.
 
     Every rank calls this with the same entries and fetches all of them in the same order; only the writer
-    gets tensors and touches the disk. Files get their names when they are complete, the index last, and
+    gets tensors and touches the disk. Files get their final names when all are complete, the index last, and
     files of an earlier export that would be read instead are removed. The caller writes config.json
     (`model.config.save_pretrained`).
 
     Args:
-        path_dir: the directory; made if needed.
-        entries: (name, dtype, shape, fetch) of every tensor. `fetch()` is a collective of all ranks; on the
-            writer
-            it returns the whole tensor, of that dtype and shape, on any device; what it returns elsewhere is
-            dropped.
-        max_shard_size: bytes of a file's tensors. What fits goes into one `model.safetensors`; else there are
-            numbered files and an index.
+        path_dir: the directory; created if needed.
+        entries: (name, dtype, shape, fetch) of every tensor. `fetch()` is a collective of all ranks. On the
+            writer it returns the unsharded tensor, of that dtype and shape, on any device; on other ranks its
+            result is ignored.
+        max_shard_size: maximum bytes of tensors per file. If all tensors fit, one `model.safetensors` is
+            written; otherwise numbered files and an index.
         writer: whether this rank writes.
 
     Returns:
         the files written; [] on the other ranks.
 
     Raises:
-        CheckpointError: on the writer: it could not write, or `fetch` did not give what was announced. It
-            is raised
-            after all tensors were fetched, so no other rank is left waiting in a collective.
+        CheckpointError: on the writer, if a file could not be written, or `fetch` returned another dtype or
+            shape. It is raised after all tensors were fetched, so no rank is left waiting in a collective.
     """
     shards = _shards([_plan(*entry) for entry in entries], max_shard_size)
     export = _Export(Path(path_dir), shards)
@@ -83,14 +81,14 @@ def write_safetensors(
             for planned in shard:
                 export.write(planned, planned.fetch())
             export.end()
-    except BaseException as error:  # Ctrl-C, too, leaves nothing
+    except BaseException as error:  # also on Ctrl-C: leave no partial files
         export.discard(error)
         raise
     return export.finish() if writer else []
 
 
 class _Export:
-    """The writer's files. After a failure it does nothing more, and tells at the end."""
+    """The files of the writer rank. After a failure it writes nothing more, and `finish` raises the error."""
 
     def __init__(self, directory: Path, shards: list[list[_PlannedTensor]]) -> None:
         self.directory = directory
@@ -129,7 +127,7 @@ class _Export:
             self.discard(error)
 
     def finish(self) -> list[Path]:
-        """Give the files their names."""
+        """Rename the files to their final names; raise the error of an earlier failure."""
         if self.failure is None:
             try:
                 return self._publish()
@@ -144,7 +142,7 @@ class _Export:
         ) from self.failure
 
     def _publish(self) -> list[Path]:
-        # The index goes first: without it nobody reads a mixture of old and new files.
+        # The old index is removed first, so that no reader gets a mixture of old and new files.
         (self.directory / INDEX_FILE).unlink(missing_ok=True)
         for path in self.directory.iterdir():
             if path.name not in self.names and re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", path.name):
@@ -163,7 +161,7 @@ class _Export:
         return self._own[name]
 
     def discard(self, error: BaseException) -> None:
-        """Write no more, and remove what was written."""
+        """Stop writing, and remove the files written so far."""
         self.failure = error
         if self._file is not None:
             with contextlib.suppress(OSError):  # closing flushes, and may fail for the same reason
@@ -183,7 +181,7 @@ def _plan(name: str, dtype: torch.dtype, shape: Sequence[int], fetch: Fetch) -> 
 
 
 def _shards(planned: list[_PlannedTensor], max_shard_size: float) -> list[list[_PlannedTensor]]:
-    """Fill files in the given order; a tensor larger than a file gets one of its own."""
+    """Assign tensors to files in the given order; a tensor larger than `max_shard_size` gets its own file."""
     shards: list[list[_PlannedTensor]] = [[]]
     filled = 0
     for one in planned:

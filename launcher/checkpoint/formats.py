@@ -1,5 +1,4 @@
-"""The formats of checkpoints that are read: launcher's own, what DeepSpeed wrote (`deepspeed/`), and what programs of
-FSDP2 did (`fsdp.py`)."""
+"""Reads each checkpoint in its format: launcher's own, DeepSpeed's (`deepspeed/`), or FSDP2's (`fsdp.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from launcher.errors import CheckpointError
 
 
 def foreign_meta(where: Path) -> dict[str, Any] | None:
-    """Return the meta of a checkpoint of another program; None where it is launcher's own."""
+    """Return the meta of a checkpoint of another program; None if it is launcher's own."""
     if is_deepspeed(where):
         from launcher.checkpoint.deepspeed.content import open_content
 
@@ -30,7 +29,7 @@ def foreign_meta(where: Path) -> dict[str, Any] | None:
 
 
 def is_torchtitan(where: Path) -> bool:
-    """Return whether a checkpoint has the names of torchtitan's models."""
+    """Return whether a checkpoint has the parameter names of torchtitan's models."""
     if not fsdp_directories(where):
         return False
     from launcher.checkpoint.fsdp import open_fsdp
@@ -39,7 +38,7 @@ def is_torchtitan(where: Path) -> bool:
 
 
 def refuse_torchtitan(where: Path) -> None:
-    """Say what to do with a checkpoint whose parameters have other names.
+    """Raise an error with instructions if a checkpoint has torchtitan's parameter names.
 
     Raises:
         CheckpointError: it is torchtitan's.
@@ -53,10 +52,10 @@ def refuse_torchtitan(where: Path) -> None:
 
 
 def check_bytes(where: Path, share: int, shares: int) -> None:
-    """Compare the bytes of a checkpoint, or of one of `shares` shares of it, with its checksums.
+    """Verify the checksums of a checkpoint, or of share number `share` out of `shares`.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: a checksum is wrong.
     """
     if is_deepspeed(where):
         from launcher.checkpoint.deepspeed import reader
@@ -71,7 +70,7 @@ def check_bytes(where: Path, share: int, shares: int) -> None:
 
 
 def reader_of(where: Path, metadata: Metadata) -> StorageReader:
-    """Return what reads the tensors of a checkpoint."""
+    """Return the storage reader for a checkpoint."""
     if is_deepspeed(where):
         from launcher.checkpoint.deepspeed.reader import DeepSpeedReader
 
@@ -80,7 +79,7 @@ def reader_of(where: Path, metadata: Metadata) -> StorageReader:
 
 
 def close(where: Path) -> None:
-    """Let go of the files of a checkpoint that was read."""
+    """Release the files of a checkpoint after loading."""
     if is_deepspeed(where):
         from launcher.checkpoint.deepspeed.content import close_content
 

@@ -1,6 +1,6 @@
-"""Weights out of a checkpoint, in fp32, in one process: DeepSpeed's `zero_to_fp32`.
+"""Extracts a checkpoint's weights in fp32, in one process: DeepSpeed's `zero_to_fp32`.
 
-python zero_to_fp32.py CHECKPOINTS OUTPUT [--tag TAG]      (a copy of `SCRIPT` lies beside every checkpoint)
+python zero_to_fp32.py CHECKPOINTS OUTPUT [--tag TAG]      (`SCRIPT`, stored next to the checkpoints)
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ KINDS = ("model/", "buffer/")
 
 
 def write_script(directory: Path) -> None:
-    """Put the script beside the checkpoints in `directory`."""
-    directory.mkdir(parents=True, exist_ok=True)  # a save in the background may not have made it yet
+    """Write the script next to the checkpoints in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)  # a background save may not have created it yet
     path = directory / SCRIPT_NAME
     path.write_text(SCRIPT.format(python=sys.executable))
     path.chmod(0o755)
 
 
 def write_weights(stored: SourceCheckpoint, out: Path) -> None:
-    """Write the parameters in fp32 as safetensors, one of them in memory at a time."""
+    """Write the parameters in fp32 as safetensors, holding one in memory at a time."""
     fetched = {name: partial(stored.tensor, f"model/{name}", torch.float32) for name in stored.shapes}
     write_safetensors(out, [(name, torch.float32, stored.shapes[name], get) for name, get in fetched.items()])
 
@@ -57,24 +57,24 @@ def write_weights(stored: SourceCheckpoint, out: Path) -> None:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, **others: Any
 ) -> dict[str, Tensor]:
-    """Return the parameters (fp32) and persistent buffers of a checkpoint, whole; tied ones under each of their names,
-    as one tensor.
+    """Return a checkpoint's unsharded parameters (fp32) and persistent buffers.
 
-    Not collective, as all of this file: one rank may call it alone, and so may all of them.
+    A tied parameter appears under each of its names, as one tensor. Not collective, like everything in this
+    file: one rank may call it alone, or all of them.
 
     Args:
-        checkpoint_dir, tag: which; default: the latest.
-        others: of DeepSpeed's; what was excluded when it was saved is not there.
+        checkpoint_dir, tag: the checkpoint; default tag: the latest.
+        others: DeepSpeed's other arguments, ignored. Parameters excluded from the save are not returned.
 
     Raises:
-        CheckpointError: there is none, or it is corrupted.
+        CheckpointError: the checkpoint does not exist or is corrupted.
     """
     state, tied = _stored(Path(checkpoint_dir), tag)
     return state | {other: state[name] for other, name in tied.items() if name in state}
 
 
 def _stored(directory: Path, tag: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return what a checkpoint has, each tensor once; other name of a tied one -> its name there."""
+    """Return (the tensors, each tied one once; {other name of a tied tensor: its name in the checkpoint})."""
     tag, meta = store.load_meta(directory, tag)
     entries = read_metadata(tags.tag_path(directory, tag)).state_dict_metadata.items()
     found = {
@@ -84,7 +84,7 @@ def _stored(directory: Path, tag: str | None) -> tuple[dict[str, Tensor], dict[s
     }
     store.load(directory, tag, found, strict=False, local=True)
     state = all_apart({name.partition("/")[2]: value for name, value in found.items()})
-    return state, decode(meta.get("tied", {}))  # which checkpoints have not always told
+    return state, decode(meta.get("tied", {}))  # older checkpoints do not record ties
 
 
 def _dtype(name: str, stored: torch.dtype) -> torch.dtype:
@@ -99,11 +99,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     **others: Any,
 ) -> None:
-    """Write that into files that from_pretrained reads.
+    """Write the fp32 parameters and buffers to files that from_pretrained reads.
 
     Args:
-        max_shard_size: bytes of a file of safetensors, also as "5GB".
-        safe_serialization: write safetensors; false writes one pickle, pytorch_model.bin.
+        max_shard_size: maximum size of a safetensors file, in bytes or as "5GB".
+        safe_serialization: write safetensors; False writes one pickle, pytorch_model.bin.
     """
     directory = Path(output_dir)
     if safe_serialization:
@@ -123,7 +123,7 @@ def _same(value: Tensor) -> Tensor:
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load a checkpoint's weights into a plain model, on the CPU; returns the model."""
+    """Load a checkpoint's weights into a plain model, on the CPU; return the model."""
     model.to("cpu").load_state_dict(
         get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
     )
@@ -131,7 +131,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the command line of the script beside the checkpoints, with DeepSpeed's arguments."""
+    """Run the command line of `zero_to_fp32.py`, with DeepSpeed's arguments; return the exit code."""
     parser = argparse.ArgumentParser(description="Write the weights of a checkpoint in fp32.")
     parser.add_argument("checkpoint_dir", help="the directory that holds `latest` and global_step*")
     parser.add_argument("output_dir", help="where the files go")
@@ -153,7 +153,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-if (
-    __name__ == "__main__"
-):  # programs lay a copy of this file beside their checkpoints, as they do with DeepSpeed's
+if __name__ == "__main__":  # programs copy this file next to their checkpoints, as they do with DeepSpeed's
     sys.exit(main())

@@ -1,8 +1,8 @@
-"""Checkpoints that programs of FSDP2 wrote with torch.distributed.checkpoint, read as if they were launcher's.
+"""Reads checkpoints that FSDP2 programs wrote with torch.distributed.checkpoint as if they were launcher's.
 
-Both lie in the same files, so only names differ: there are `model` and the optimizer's `state` and `param_groups`, as
-`torch.distributed.checkpoint.state_dict` gives them, nested or flattened. accelerate, and the Trainer with it, writes
-them into two directories.
+The file format is the same, only the names differ: `model`, and the optimizer's `state` and `param_groups`,
+as returned by `torch.distributed.checkpoint.state_dict`, nested or flattened. accelerate, and the Trainer
+with it, writes model and optimizer into two directories.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ logger = logging.getLogger("launcher")
 
 _STEP = "scalar/step/"
 _TITANS_STEP = ("train_state", "step")
-"""torchtitan's count of steps, which the optimizer has, too."""
+"""torchtitan's step count, which the optimizer state contains, too."""
 _MODEL, _STATE, _GROUPS = "model", "state", "param_groups"
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Something of an optimizer: a state of a parameter, or an option of a param group.
+    """An entry of an optimizer: a state of a parameter, or an option of a param group.
 
     Args:
         root: path of the optimizer.
-        whose: name of the parameter, or number of the group; flattened, options are by parameter.
+        whose: name of the parameter, or index of the group; flattened options are per parameter.
     """
 
     root: tuple[Any, ...]
@@ -64,9 +64,9 @@ class FsdpContent:
     """The content of a checkpoint, under launcher's names.
 
     Attributes:
-        metadata: shapes, dtypes, and where in which file everything is.
+        metadata: shapes, dtypes, and locations in the files.
         options: (root of an optimizer, group or parameter) -> its options.
-        left: what is not loaded.
+        left: top-level keys that are not loaded.
     """
 
     directory: Path
@@ -75,18 +75,18 @@ class FsdpContent:
     left: set[str] = field(default_factory=set)
 
     def take(self, directory: Path) -> None:
-        """Add what one directory has.
+        """Add the content of one directory.
 
         Raises:
-            CheckpointError: it is one of launcher's own without its meta.json, or counts steps otherwise.
+            CheckpointError: it is launcher's own without its meta.json, or a state is not a tensor.
         """
         stored = read_stored(directory)
-        # torch writes it where it has flattened names, and launcher has none to flatten.
+        # torch writes planner_data when it flattens names; launcher's own checkpoints do not have it.
         if not stored.planner_data:
             raise _damaged(directory / META_FILE, "it is missing")
         paths = {key: tuple(stored.planner_data.get(key, (key,))) for key in stored.state_dict_metadata}
         parts = {key: part for key, path in paths.items() if (part := _part_of(path)) is not None}
-        # What has no param groups is no optimizer: an average of weights, the place in the data.
+        # A root without param groups is not an optimizer, but e.g. averaged weights or the data position.
         optimizers = {part.root for part in parts.values() if part.kind == _GROUPS}
         places = _places(stored)
         nested = any(path[0] == _MODEL and len(path) > 1 for path in paths.values())
@@ -117,10 +117,10 @@ class FsdpContent:
             self.metadata.storage_data[replace(index, fqn=name)] = replace(info, relative_path=path)
 
     def check(self) -> None:
-        """Check that it is a model with the states of its parameters, and that the files are as long as they should be.
+        """Check that there are weights, that optimizer states belong to them, and that no file is too short.
 
         Raises:
-            CheckpointError: it is not.
+            CheckpointError: a check failed.
         """
         names = self.metadata.state_dict_metadata
         if not any(name.startswith("model/") for name in names):
@@ -129,7 +129,7 @@ class FsdpContent:
             )
         self._check_states()
         of_states = {name.split("/", 2)[2] for name in names if not name.startswith("model/")}
-        # torchtitan saves the weights of q, k and v apart, and their moments as one.
+        # torchtitan saves the weights of q, k and v separately, but their moments as one tensor.
         own = {name: {f"model/{name}", f"model/{name.replace('.wqkv.', '.wq.')}"} for name in of_states}
         if odd := sorted(name for name in of_states if not own[name] & names.keys()):
             raise _unread(
@@ -143,7 +143,7 @@ class FsdpContent:
                 raise _damaged(path, "it is too short" if path.is_file() else "it is missing")
 
     def tell_stateless(self) -> None:
-        """Say which parameters have no state, where others of the optimizer have one: they begin anew."""
+        """Warn about parameters without optimizer state if others have it: their state starts afresh."""
         names = self.metadata.state_dict_metadata
         kept = {name.split("/", 2)[2] for name in names if name.startswith(("optimizer/", "scalar/"))}
         members = {name for group in self._groups()[1] for name in group} if kept else set[str]()
@@ -154,7 +154,7 @@ class FsdpContent:
             )  # fmt: skip
 
     def _check_states(self) -> None:
-        """Check that states are numbers, that Adam's moments have their count of steps, and that chunks are apart."""
+        """Check that states are numeric, Adam's moments have a step count, and chunks do not overlap."""
         every = self.metadata.state_dict_metadata.items()
         entries = {name: entry for name, entry in every if isinstance(entry, TensorStorageMetadata)}
         states = {name: entry for name, entry in entries.items() if name.startswith("optimizer/")}
@@ -170,7 +170,7 @@ class FsdpContent:
                 raise _damaged(self.directory / METADATA_FILE, f"chunks of {name} overlap")
 
     def _steps(self) -> int:
-        """Return the steps that were made."""
+        """Return the number of optimizer steps: the largest count of any parameter."""
         found = [0]
         for index, info in self.metadata.storage_data.items():
             if index.fqn.startswith(_STEP):
@@ -184,7 +184,7 @@ class FsdpContent:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """Return the meta as launcher's own meta.json has it. Counters and schedules are the program's own."""
+        """Return the meta in the form of launcher's meta.json, without other counters and the schedule."""
         states = {
             name.split("/")[1] for name in self.metadata.state_dict_metadata if name.startswith("optimizer/")
         }
@@ -202,7 +202,10 @@ class FsdpContent:
         return {key: encode(value) for key, value in made.items()}
 
     def _groups(self) -> tuple[list[dict[str, Any]], list[list[str]]]:
-        """Return (options of the param groups, names of their parameters). Flattened, each parameter has options."""
+        """Return (options of the param groups, names of their parameters).
+
+        Flattened checkpoints have options per parameter; parameters with equal options form a group.
+        """
         options: list[dict[str, Any]] = []
         members: list[list[str]] = []
         for (_, whose), said in self.options.items():
@@ -221,10 +224,10 @@ class FsdpContent:
 
 
 def open_fsdp(directory: Path) -> FsdpContent:
-    """Open a checkpoint; its tensors stay on the disk.
+    """Open a checkpoint; its tensors stay on disk.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or it has no weights.
+        CheckpointError: a file is missing or damaged, or there are no weights.
     """
     files = [
         path for place in fsdp_directories(directory) for path in sorted(place.iterdir()) if path.is_file()
@@ -238,7 +241,7 @@ def _opened(directory: Path, changed: object) -> FsdpContent:
     for place in fsdp_directories(directory):
         try:
             content.take(place)
-        except (KeyError, AttributeError, TypeError, ValueError) as error:  # names that do not fit together
+        except (KeyError, AttributeError, TypeError, ValueError) as error:  # inconsistent names
             raise _damaged(place / METADATA_FILE, f"{type(error).__name__}: {error}") from error
     content.check()
     content.tell_stateless()
@@ -248,10 +251,10 @@ def _opened(directory: Path, changed: object) -> FsdpContent:
 
 
 def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
-    """Compare the bytes of the tensors, or of this share of them, with the checksums that torch.save wrote.
+    """Verify torch.save's checksums of all tensors, or of share number `share` out of `shares`.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: a tensor is damaged.
     """
     for info in list(open_fsdp(directory).metadata.storage_data.values())[share::shares]:
         path = directory / info.relative_path
@@ -263,7 +266,7 @@ def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
 
 
 def _part_of(path: tuple[Any, ...]) -> _Part | None:
-    """Return what a path has of an optimizer; None where it cannot be of one."""
+    """Return the optimizer entry at a path; None if the path cannot belong to an optimizer."""
     if len(path) > 2 and path[-3] in (_STATE, _GROUPS):
         return _Part(path[:-3], path[-3], path[-2], str(path[-1]))
     kind, _, rest = str(path[-1]).partition(".")
@@ -272,7 +275,7 @@ def _part_of(path: tuple[Any, ...]) -> _Part | None:
 
 
 def _weight(path: tuple[Any, ...], *, nested: bool) -> str | None:
-    """Return launcher's name of a tensor of the model; None where it is of something else."""
+    """Return launcher's name of a model tensor; None if the path belongs to something else."""
     if nested != (len(path) > 1) or (nested and path[0] != _MODEL):
         return None
     return f"model/{'.'.join(map(str, path[1:] if nested else path))}"
@@ -283,7 +286,7 @@ def _of_state(part: _Part, entry: Any) -> str:
 
 
 def _places(stored: Metadata) -> dict[str, list[tuple[MetadataIndex, Any]]]:
-    """Return where the chunks of everything are, by key."""
+    """Return the locations of all chunks, by key."""
     found: dict[str, list[tuple[MetadataIndex, Any]]] = {key: [] for key in stored.state_dict_metadata}
     for index, info in stored.storage_data.items():
         found[index.fqn].append((index, info))
@@ -294,13 +297,13 @@ _WHOLE = (torch.int32, torch.int64)
 
 
 def _is_real(tensor: Any) -> bool:
-    """Return whether a stored tensor has floating-point numbers; counts may be whole ones."""
+    """Return whether a stored tensor is numeric: floating-point or, for counts, integer."""
     entry = getattr(tensor, "properties", tensor)
     return isinstance(entry, int | float) or entry.dtype.is_floating_point or entry.dtype in _WHOLE
 
 
 def _value(directory: Path, info: Any) -> Any:
-    """Return an option, which may be a tensor: compiled optimizers have their rate in one."""
+    """Return an option, converted from a tensor: compiled optimizers store the learning rate as a tensor."""
     value = _loaded(directory, info)
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
@@ -311,7 +314,7 @@ def _loaded(directory: Path, info: Any) -> Any:
         with path.open("rb") as file:
             file.seek(info.offset)
             return torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
-    except Exception as error:  # damaged pickles fail with anything
+    except Exception as error:  # a damaged pickle can raise any exception
         raise _damaged(path, str(error).partition("\n")[0] or type(error).__name__) from error
 
 

@@ -1,4 +1,4 @@
-"""The order of the rows of q, k and v in programs that keep them as one parameter."""
+"""Row order of q, k and v in programs that fuse them into one parameter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from launcher.errors import CheckpointError
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The heads of a model.
+    """The attention heads of a model.
 
     Args:
-        queries: heads of q.
-        groups: heads of k, and of v; some heads of q share each.
-        width: rows of a head.
+        queries: number of q heads.
+        groups: number of k heads, and of v heads; each is shared by queries / groups q heads.
+        width: rows per head.
     """
 
     queries: int
@@ -27,10 +27,10 @@ class AttentionHeads:
 
     @classmethod
     def of(cls, config: Any) -> AttentionHeads:
-        """Return those of a model of transformers.
+        """Return the heads of a transformers config.
 
         Raises:
-            CheckpointError: heads of q cannot share those of k and v.
+            CheckpointError: the number of q heads is not a multiple of the number of k and v heads.
         """
         queries = int(config.num_attention_heads)
         groups = int(getattr(config, "num_key_value_heads", None) or queries)
@@ -53,28 +53,31 @@ class AttentionHeads:
 
     @property
     def rows(self) -> int:
-        """Return the rows of q, k and v together."""
+        """Return the total number of rows of q, k and v."""
         return (self.queries + 2 * self.groups) * self.width
 
     def by_group(self) -> Tensor:
-        """Return the numbers of the rows of q, k and v, which lie one after the other, by group: the heads of q that
-        share a head of k and v, then that of k, then that of v."""
+        """Return the row indices of the concatenation of q, k and v, ordered by group.
+
+        A group has the q heads that share a k head and a v head, then this k head, then this v head.
+        """
         numbers = torch.arange(self.rows)
         q, k, v = numbers.split([count * self.width for count in (self.queries, self.groups, self.groups)])
         return torch.cat([part.view(self.groups, -1) for part in (q, k, v)], dim=1).view(-1)
 
     def places(self, kind: str) -> Tensor:
-        """Return where in the order of groups the rows of "q", "k" or "v" are."""
+        """Return the positions of the rows of "q", "k" or "v" in the order of `by_group`."""
         first = {"q": 0, "k": self.queries, "v": self.queries + self.groups}[kind] * self.width
         return self.by_group().argsort()[first : first + self.count(kind)]
 
     def count(self, kind: str) -> int:
-        """Return the rows of "q", "k" or "v"."""
+        """Return the number of rows of "q", "k" or "v"."""
         return (self.queries if kind == "q" else self.groups) * self.width
 
     def from_neighbours(self, rows: Tensor) -> Tensor:
-        """Return rows of whole heads in the order of transformers' rotary embedding, which turns row i of a head and
-        row i + half of it together, where another turns neighbouring ones.
+        """Reorder rows of whole heads for transformers' rotary embedding.
+
+        It pairs row i of a head with row i + half; the given rows are ordered for pairs of adjacent rows.
 
         Raises:
             CheckpointError: a head has an odd number of rows.

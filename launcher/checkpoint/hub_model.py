@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as a directory that from_pretrained reads: safetensors, config.json and tokenizer."""
+"""Exports a checkpoint's weights for from_pretrained: safetensors, config.json and tokenizer."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from launcher.models.packaged import unpacked
 from launcher.models.settings import differences, settings_of
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "chat_template*")
-"""Files of tokenizers."""
+"""Glob patterns of tokenizer files."""
 
 
 def write_model(
     stored: SourceCheckpoint, model: str, out: Path, dtype: torch.dtype | None = None
 ) -> torch.dtype:
-    """Write the weights as the Hub has them, one tensor in memory at a time; return their dtype.
+    """Write the weights in the Hub's layout, one tensor in memory at a time; return their dtype.
 
     Args:
-        model: whose config.json and tokenizer they get: a directory, or what else `--model` of the recipes names.
-        dtype: of the weights; None: that of the run beside its fp32 master weights.
+        model: source of config.json and tokenizer: a directory, or any other value of the recipes' `--model`.
+        dtype: of the written weights; None: the model's dtype in the run (bf16, fp16 or fp32).
 
     Raises:
-        CheckpointError: the weights are not those of such a model, or `out` has a model.
+        CheckpointError: the weights do not fit the model, or `out` already contains a model.
     """
     if there := [path for path in (out / CONFIG, *sorted(out.glob("[!.]*.safetensors*"))) if path.exists()]:
         raise there_already(there[0])
@@ -58,20 +58,20 @@ def write_model(
 
 
 def ties_of(model: Any) -> dict[str, str]:
-    """Return further names of tied parameters -> their first ones."""
+    """Return {other name: first name} of tied parameters."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
 def check_model(stored: SourceCheckpoint, model: Any, named: str) -> None:
-    """Check that a checkpoint is of a model.
+    """Check that a checkpoint belongs to a model.
 
     Args:
-        named: how `--model` named it.
+        named: the value of `--model`, for the error message.
 
     Raises:
-        CheckpointError: parameters are missing or left over, have other shapes, or were not tied.
+        CheckpointError: parameters are missing, unexpected, of another shape, or not tied as in the model.
     """
     ties = ties_of(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Describes a directory of checkpoints, for people and programs."""
+"""Describes the checkpoints in a directory, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ KINDS = {"model": "parameters", "buffer": "buffers", "optimizer": "optimizer sta
 
 @dataclass(frozen=True)
 class Inspected:
-    """One checkpoint.
+    """Description of one checkpoint.
 
     Args:
-        path: of the tag.
-        kind: which program wrote it.
-        meta: as launcher's own meta.json.
-        tensors: name in a checkpoint -> (shape, dtype).
-        disk_bytes: of its files.
-        verified: whether the bytes have been compared with their checksums.
-        others: further tags in the directory.
+        path: directory of the tag.
+        kind: the program that wrote it, and its format.
+        meta: in the form of launcher's own meta.json.
+        tensors: name in the checkpoint -> (shape, dtype).
+        disk_bytes: size of its files.
+        verified: whether the checksums have been verified.
+        others: other tags in the directory.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class Inspected:
     others: list[str]
 
     def counted(self) -> dict[str, tuple[int, int]]:
-        """Return kind of tensors -> (how many, their elements)."""
+        """Return {kind of tensors: (number of tensors, number of elements)}."""
         found: dict[str, tuple[int, int]] = {}
         for name, (shape, _) in self.tensors.items():
             kind = KINDS.get(name.partition("/")[0])
@@ -54,7 +54,7 @@ class Inspected:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
+        """Return the description as JSON values."""
         keys = (
             "global_steps",
             "global_samples",
@@ -77,7 +77,7 @@ class Inspected:
         }
 
     def lines(self, *, tensors: bool) -> list[str]:
-        """Return it as text, with every tensor on request."""
+        """Return the description as lines of text; with `tensors`, list every tensor."""
         meta = self.meta
         rows = [
             ("step", f"{meta.get('global_steps')}, after {meta.get('global_samples')} samples"),
@@ -141,10 +141,10 @@ class Inspected:
 
 
 def inspect(directory: Path, tag: str | None, *, verify: bool) -> Inspected:
-    """Look at a checkpoint.
+    """Describe a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or a file of it is damaged.
+        CheckpointError: the checkpoint does not exist, or one of its files is damaged.
     """
     if (megatron := directory_of(directory, tag)) is not None:
         return _of_megatron(megatron, verify=verify)
@@ -167,7 +167,7 @@ def inspect(directory: Path, tag: str | None, *, verify: bool) -> Inspected:
 
 
 def _of_megatron(path: Path, *, verify: bool) -> Inspected:
-    """Look at a checkpoint of Megatron-Core, whose parameters keep their names."""
+    """Describe a Megatron-Core checkpoint, under Megatron's own parameter names."""
     files = MegatronFiles.open(path)
     if verify:
         files.check_bytes()
@@ -196,7 +196,7 @@ def _shapes(entries: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of the files in a directory."""
+    """Return the total size of the files in a directory, in bytes."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 

@@ -1,4 +1,4 @@
-"""meta.json of a checkpoint: what its other files must be, byte for byte, and what the caller of `save` adds."""
+"""Reads and writes a checkpoint's meta.json: checksums of the other files, and the meta passed to `save`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.checkpoint.names import META_FILE
 from launcher.errors import CheckpointError
 
 FORMAT = 2
-"""Version of the layout; written into meta.json. The first one had no checksums."""
+"""Version of the layout, written into meta.json. Format 1 had no checksums."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class CheckpointMeta:
     """The content of meta.json.
 
     Attributes:
-        meta: of the caller of `save`.
-        files: the other files, as they have to be.
-        saved_at_ns: when.
-        latest: whether that save moved `latest`; None in the first format.
-        checksums: false in the first format.
-        tag: that it was saved as; None in the first format.
+        meta: the meta passed to `save`.
+        files: name -> size and checksums of the other files.
+        saved_at_ns: time of the save.
+        latest: whether the save updated `latest`; None in format 1.
+        checksums: whether there are checksums; False in format 1.
+        tag: tag that it was saved under; None in format 1.
     """
 
     meta: dict[str, Any]
@@ -41,7 +41,7 @@ class CheckpointMeta:
 def write_meta(
     path: Path, files: Mapping[str, FileChecksum], meta: dict[str, Any], more: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint's meta.json. Its first line has the checksum of all others."""
+    """Write a checkpoint's meta.json. Its first line contains the checksum of all other lines."""
     content = {**more, "files": {name: stamp.write() for name, stamp in files.items()}, "meta": meta}
     body = json.dumps(content, indent=1).removeprefix("{\n")
     write_durably(path / META_FILE, _first_line(body.encode()) + body)
@@ -55,7 +55,7 @@ def read_meta(path: Path) -> CheckpointMeta:
     """Return the content of a checkpoint's meta.json.
 
     Raises:
-        CheckpointError: it is damaged, or of a newer format.
+        CheckpointError: the file is damaged, or of a newer format.
     """
     file = path / META_FILE
     try:

@@ -1,4 +1,4 @@
-"""The names of files and directories in a directory of checkpoints, for those that only look."""
+"""Names of the files and directories in a directory of checkpoints, without the code that reads them."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ UNIVERSAL_FILE = "latest_universal"
 """Written by DeepSpeed's `ds_to_universal`, which leaves `latest` as it is."""
 META_FILE = "meta.json"
 TMP, OLD = ".tmp-", ".old-"
-"""Prefixes of the tag while a save is under way (or was killed), and of what the save replaces."""
+"""Prefixes of the tag during a save (or after a killed one), and of the checkpoint that the save replaces."""
 METADATA_FILE = ".metadata"
-"""torch.distributed.checkpoint's, of what lies in which of its files."""
+"""torch.distributed.checkpoint's index of which file contains which tensors."""
 COMMON_FILE, BACKEND_FILE = "common.pt", "metadata.json"
-"""Megatron-Core's, beside `.metadata`."""
+"""Megatron-Core's files next to `.metadata`."""
 ITERATION_FILE = "latest_checkpointed_iteration.txt"
-"""Megatron's `latest`."""
+"""Megatron's counterpart of `latest`."""
 OF_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
-"""Directories of model and optimizer where accelerate wrote them with FSDP2."""
+"""Directories that accelerate writes the model and the optimizer to with FSDP2."""
 
 
 DCP, TORCHTITAN = "torch.distributed.checkpoint", "torchtitan"
-"""Writers of checkpoints, as an engine's meta has them."""
+"""Names of the programs that wrote a checkpoint: values of `writer` in the meta."""
 
 
 def is_megatron(path: Path) -> bool:
-    """Return whether a directory is one checkpoint in Megatron-Core's torch_dist format."""
+    """Return whether a directory is a single checkpoint in Megatron-Core's torch_dist format."""
     return all((path / name).is_file() for name in (METADATA_FILE, COMMON_FILE, BACKEND_FILE))
 
 
 def are_torchtitan(names: Iterable[str]) -> bool:
-    """Return whether a checkpoint has the names of torchtitan's models."""
+    """Return whether tensor names are those of torchtitan's models."""
     known = [name for name in names if name.startswith("model/")]
     return "model/tok_embeddings.weight" in known and any(".attention." in name for name in known)
 
 
 def fsdp_directories(path: Path) -> list[Path]:
-    """Return where torch.distributed.checkpoint's files are of a checkpoint that is not launcher's own; [] where it is
-    none."""
+    """Return the directories with torch.distributed.checkpoint's files of another program's checkpoint.
+
+    [] if `path` is launcher's own checkpoint, Megatron-Core's, or none.
+    """
     if (path / META_FILE).exists() or is_megatron(path):
         return []
     if (path / METADATA_FILE).is_file():

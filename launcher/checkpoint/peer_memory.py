@@ -1,11 +1,11 @@
-"""Copies of a run's state in host memory: on the node that made them, and on the next one (`checkpoint.peer_memory`).
+"""Keeps copies of a run's state in the host memory of this node and the next one (`checkpoint.peer_memory`).
 
-Each rank writes its part into a file under /dev/shm, in the format of checkpoints on disk, and sends it to a rank of
-the next node. So what is needed after one node is lost is still there, and any number of ranks can go on from it
-(Wang et al., Gemini, SOSP 2023). The agents of a run own the memory: it outlives the ranks, and not the run.
+Each rank writes its part to a file under /dev/shm, in the format of checkpoints on disk, and sends it to a
+rank of the next node. The state survives the loss of one node, and any number of ranks can resume from it
+(Wang et al., Gemini, SOSP 2023). The agents of a run own the memory: it outlives the ranks, but not the run.
 
-    $LAUNCHER_MEMORY/global_step<N>/    of each node: files of its ranks, and copies of those of the node before
-    $LAUNCHER_MEMORY/.tmp-global_step<N>/    until all nodes have all of it
+    $LAUNCHER_MEMORY/global_step<N>/    on each node: its ranks' files, and copies of the previous node's
+    $LAUNCHER_MEMORY/.tmp-global_step<N>/    until all nodes have all files
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from launcher.sizes import in_words
 
 PREFIX = "global_step"
 PIECE = 64 << 20
-"""Bytes of one message."""
+"""Bytes per message."""
 logger = logging.getLogger("launcher")
 
 
 @dataclass(frozen=True)
 class Move:
-    """A file that goes from one rank to another."""
+    """The transfer of a file from one rank to another."""
 
     name: str
     size: int
@@ -53,17 +53,17 @@ class Move:
 
 
 class PeerMemory:
-    """The memory of this rank's node. Every method is collective.
+    """Checkpoints in the memory of this rank's node. Every method is collective.
 
     Args:
-        directory: of this node.
-        group: of all ranks; None is the default one.
-        node: of the ranks of this node.
-        copies: send them to the next node.
+        directory: this node's directory.
+        group: group of all ranks; None: the default group.
+        node: group of the ranks of this node.
+        copies: send copies to the next node.
 
     Attributes:
-        found: what `find` returned last.
-        keeps_copies: there is another node for them.
+        found: the last result of `find`.
+        keeps_copies: copies are sent, because there is another node.
     """
 
     def __init__(
@@ -81,23 +81,23 @@ class PeerMemory:
         self._key = "checkpoint.peer_memory" if copies else "fault_tolerance"
         self.found: tuple[str, dict[str, Any]] | None = None
         self._held: list[dict[str, int]] = []
-        """For each node, the files of the checkpoint that was found, with their sizes."""
+        """For each node, {file: size} of the checkpoint that `find` returned."""
 
     @classmethod
     def of_run(cls, *, copies: bool = True) -> PeerMemory | None:
-        """Return the memory that the agents of this run hold; None where `launch` has not started it. Collective."""
+        """Return the memory owned by this run's agents; None if `launch` did not start it. Collective."""
         place = os.environ.get(MEMORY_VARIABLE)
         if place is None or not dist.is_initialized():
             return None
         return cls(Path(place), *node_groups(), copies=copies)
 
-    # ---- keeping ----------------------------------------------------------------------------
+    # ---- saving -----------------------------------------------------------------------------
 
     def keep(self, step: int, tensors: store.TensorMap, meta: Mapping[str, Any]) -> bool:
-        """Keep the state of a step, and forget that of the steps before; false where the memory has no room for it.
+        """Store the state of a step and delete earlier steps; return False if there is not enough memory.
 
         Raises:
-            CheckpointError: on every rank.
+            CheckpointError: on every rank, if one fails.
         """
         ranks, name = self._ranks, f"{PREFIX}{step}"
         place = self.directory / f"{tags.TMP}{name}"
@@ -120,7 +120,7 @@ class PeerMemory:
         place.mkdir(mode=0o700, parents=True)
 
     def _has_room(self, tensors: store.TensorMap) -> bool:
-        """Return whether every node has room for the files of its ranks and for as many of another node's."""
+        """Return whether every node has memory for its ranks' files and for copies of another node's."""
         mine = written_bytes(tensors)
         needed = sum(self._ranks.of_sharing(mine)) * (2 if self.keeps_copies else 1)
         free = shutil.disk_usage(self.directory).free
@@ -135,7 +135,7 @@ class PeerMemory:
     def _share_metadata(
         self, place: Path, every: list[dict[str, FileChecksum]], meta: Mapping[str, Any], name: str
     ) -> None:
-        """Put what describes the files on every node: `.metadata`, which rank 0 has written, and meta.json."""
+        """Write the files' metadata on every node: `.metadata`, which rank 0 has written, and meta.json."""
         ranks = self._ranks
         text = b64encode((place / METADATA_FILE).read_bytes()).decode() if ranks.rank == 0 else None
         text, meta = broadcast_from_first((text, dict(meta)), ranks.group)
@@ -145,7 +145,7 @@ class PeerMemory:
             write_meta(place, stamps, dict(meta), {"tag": name})
 
     def _copies(self, every: Sequence[Mapping[str, FileChecksum]]) -> Iterator[Move]:
-        """Yield what goes to the next node: from each rank to one there."""
+        """Yield the transfers to the next node: from each rank to one of the ranks there."""
         for number, members in enumerate(self._nodes):
             following = self._nodes[(number + 1) % len(self._nodes)]
             for place, source in enumerate(members if self.keeps_copies else ()):
@@ -155,7 +155,7 @@ class PeerMemory:
                         yield Move(file, stamp.size, source, target)
 
     def clear(self) -> None:
-        """Forget all steps."""
+        """Delete all steps."""
         self._ranks.on_first(lambda: self._forget_all_but(""))
 
     def _finish(self, place: Path, name: str) -> None:
@@ -167,13 +167,13 @@ class PeerMemory:
             if path.name != name and path.name.removeprefix(tags.TMP).startswith(PREFIX):
                 shutil.rmtree(path)
 
-    # ---- going on from it -------------------------------------------------------------------
+    # ---- resuming ---------------------------------------------------------------------------
 
     def find(self, after: int) -> tuple[str, dict[str, Any]] | None:
-        """Return (tag, meta) of the newest step of which every file is on some node, undamaged; None: there is none.
+        """Return (tag, meta) of the newest step whose files are all intact on some node; None if none is.
 
         Args:
-            after: the step that the disk has: only later ones count. Rank 0's counts.
+            after: the newest step on disk; only later steps are considered. Rank 0's value is used.
         """
         said = gather_plain((after, self._inventory()), self._ranks.group)
         after = said[0][0]
@@ -186,7 +186,7 @@ class PeerMemory:
         return None
 
     def _meta_if_complete(self, step: str, held: list[dict[str, int]]) -> dict[str, Any] | None:
-        """Bring what describes the files of a step to all nodes; None where some file is on none of them."""
+        """Send a step's metadata to all nodes and return its meta; None if some file is on no node."""
         self._held = held
         if not any(META_FILE in files for files in held):
             return None
@@ -202,7 +202,7 @@ class PeerMemory:
         return None
 
     def load(self, tag: str, tensors: store.TensorMap, strict: bool) -> None:
-        """Read what `find` has found into tensors; files that this node lacks come from others."""
+        """Load the checkpoint that `find` returned; files that this node lacks come from other nodes."""
         wanted = self._ranks.together(lambda: self._files_for(tag, tensors, strict))
         every = gather_plain(wanted, self._ranks.group)
         self._bring(
@@ -212,7 +212,7 @@ class PeerMemory:
         store.load(self.directory, tag, tensors, ranks.group, strict, node=ranks.node, compared=True)
 
     def _inventory(self) -> dict[str, dict[str, int]]:
-        """Return the undamaged files of each step here, with their sizes; the ranks of a node look at some each."""
+        """Return {step: {file: size}} of this node's intact files; each of its ranks checks a part."""
         share, shares = self._ranks.share
         found: dict[str, dict[str, int]] = {}
         for place in sorted(self.directory.glob(f"{PREFIX}*")):
@@ -237,7 +237,7 @@ class PeerMemory:
         return merged
 
     def _files_for(self, tag: str, tensors: store.TensorMap, strict: bool) -> list[str]:
-        """Return the files that this rank reads."""
+        """Return the names of the files that this rank needs to read."""
         metadata: Metadata = read_metadata(self.directory / tag)
         planner = TensorLoadPlanner(flatten_state_dict=False, allow_partial_load=not strict)
         planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
@@ -245,10 +245,10 @@ class PeerMemory:
         return sorted({metadata.storage_data[item.storage_index].relative_path for item in items})
 
     def _bring(self, tag: str, wanted: Sequence[Sequence[str]]) -> None:
-        """Send each node the files that it wants and has not.
+        """Send each node the files that it needs and does not have.
 
         Args:
-            wanted: by node.
+            wanted: names of the files that each node needs.
         """
         place, ranks, moves = self.directory / tag, self._ranks, []
         for number, names in enumerate(wanted):
@@ -271,7 +271,7 @@ class PeerMemory:
 
 
 def transfer(place: Path, moves: Sequence[Move], ranks: CollectiveErrors) -> None:
-    """Send files between ranks; each has `place` on its own node. Collective: all pass the same moves."""
+    """Send files between ranks; each node has its own `place`. Collective: all ranks pass the same moves."""
     pieces: list[Callable[[], dist.Work | None]] = []
     for move in moves:
         if ranks.rank not in (move.source, move.target) or move.source == move.target:

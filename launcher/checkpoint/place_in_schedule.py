@@ -1,4 +1,4 @@
-"""The place in a schedule, where a checkpoint has steps and not the schedule that they were made with."""
+"""Position in the LR schedule, for checkpoints that record a step count but no scheduler state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _STEPS = "steps"
 
 
 def place_in_schedule(steps: int) -> dict[str, int] | None:
-    """Return what stands in a checkpoint's meta for the state of a schedule; None: no step was made."""
+    """Return the value that replaces the scheduler state in a checkpoint's meta; None if no step was made."""
     return {_STEPS: steps} if steps else None
 
 
 def steps_in_schedule(state: Any) -> int | None:
-    """Return the steps that were made, of what `place_in_schedule` returned; None of the state of a schedule."""
+    """Return the step count in a value of `place_in_schedule`; None if `state` is a real scheduler state."""
     return state[_STEPS] if isinstance(state, dict) and state.keys() == {_STEPS} else None

@@ -1,4 +1,4 @@
-"""The ranks that save or load together: they fail together or not at all, and each node may have a directory."""
+"""Coordinates the ranks that save or load together, so that they fail together or not at all."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class CollectiveErrors:
     """The ranks of a group, which fail together or not at all.
 
     Args:
-        group: None is all ranks, or this process alone.
-        node: the ranks of this node, when each node has a directory of its own; None: all share one.
-        alone: this process, whatever groups there are.
+        group: None: all ranks, or this process alone without torch.distributed.
+        node: the ranks of this node, if each node has its own directory; None: all ranks share one directory.
+        alone: use this process alone, even if there are process groups.
 
     Attributes:
         rank: of this process in the group.
-        first: this rank makes the directory, and writes what is not a rank's own.
+        first: this rank creates the directory, and writes the files that do not belong to a rank.
         sharing: the ranks that share this rank's directory.
-        share: (this rank's number among those, how many they are).
+        share: (this rank's index among `sharing`, their number).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CollectiveErrors:
         return self.together(lambda: work() if self.first else None)
 
     def agreed(self, what: str, value: str, otherwise: Disagreement = "Fail") -> str:
-        """Return the value of rank 0.
+        """Return rank 0's value.
 
         Raises:
             TagsDiffer: another rank has another value, and `otherwise` is "Fail".
@@ -82,7 +82,7 @@ class CollectiveErrors:
         return str(values[0])
 
     def of_sharing(self, value: T) -> list[T]:
-        """Return what the ranks say that share a directory; plain values."""
+        """Gather a plain value from the ranks that share this rank's directory."""
         return [value] if self.alone else gather_plain(value, self.sharing)
 
     def _gather(self, value: str | None) -> list[str | None]:
@@ -90,10 +90,10 @@ class CollectiveErrors:
 
 
 def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return a group of all ranks, and one of the ranks of this node, both apart from those that training uses.
+    """Return (group of all ranks, group of this node's ranks), both separate from training's groups.
 
-    Ranks with the same GROUP_RANK (torchrun's number of the node) share a node; where it is not set, those with the
-    same host name. Collective over all ranks. Without a process group: (None, None).
+    Ranks with the same GROUP_RANK (torchrun's node rank) share a node; if it is not set, ranks with the same
+    host name do. Collective over all ranks. Without a process group: (None, None).
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None, None
@@ -104,7 +104,7 @@ def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
 
 
 def members_of_nodes(group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """Return the ranks of each node, in the order of their first ones. Collective."""
+    """Return the ranks of each node, ordered by their first ranks. Collective."""
     members: dict[str, list[int]] = {}
     for rank, name in enumerate(gather_plain(os.environ.get("GROUP_RANK") or socket.gethostname(), group)):
         members.setdefault(name, []).append(rank)
@@ -112,13 +112,13 @@ def members_of_nodes(group: dist.ProcessGroup | None = None) -> list[list[int]]:
 
 
 def _was_interrupted(error: BaseException) -> bool:
-    """Return whether it is Ctrl-C, which torch.distributed.checkpoint wraps."""
+    """Return whether an error is Ctrl-C, which torch.distributed.checkpoint wraps."""
     inner = error.failures.values() if isinstance(error, CheckpointException) else ()
     return any(isinstance(failure[0], KeyboardInterrupt) for failure in inner)
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the operating system's error behind it, if there is one: torch.save reports what follows from it."""
+    """Return the OSError that caused an error, if there is one: torch.save reports only its consequence."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -1,8 +1,8 @@
-"""Reading torch.distributed.checkpoint's files without running code from them.
+"""Reads torch.distributed.checkpoint's files without running code from them.
 
 torch reads tensor data with `torch.load(weights_only=True)`, but the `.metadata` file with a plain
-`pickle.load`, and stored objects with `weights_only=False`. Here `.metadata` is unpickled with a short list
-of allowed classes that cannot do anything, and stored objects are refused.
+`pickle.load`, and stored objects with `weights_only=False`. This module unpickles `.metadata` with a short
+allow-list of harmless classes, and refuses stored objects.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ALLOWED = {
             "_MEM_FORMAT_ENCODING",
         )
     ),
-    # Megatron-Core keeps the plans that its files were written by.
+    # Megatron-Core stores its save plans in `.metadata`.
     *(
         ("torch.distributed.checkpoint.planner", name)
         for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
@@ -60,16 +60,16 @@ _ALLOWED = {
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Finds the classes of a checkpoint's metadata and nothing else."""
+    """An unpickler that allows only the classes of a checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):  # where it was written
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):  # the original directory
             return PurePosixPath
-        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 write a member of an Enum
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle an Enum member
             return _memory_format
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint of tensors needs")
 
@@ -81,7 +81,7 @@ def _memory_format(kind: object, name: str) -> _MEM_FORMAT_ENCODING:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Return what the checkpoint in `directory` holds: names, shapes, dtypes and where every chunk lies.
+    """Return the metadata of the checkpoint in `directory`: names, shapes, dtypes and chunk locations.
 
     Raises:
         CheckpointError: `.metadata` is missing or corrupted, or it refers to anything but tensors.
@@ -104,7 +104,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def read_stored(directory: Path) -> Metadata:
-    """Return what `.metadata` says, also of objects."""
+    """Return the content of `.metadata`, including entries that are not tensors."""
     try:
         metadata = _RestrictedUnpickler(io.BytesIO((directory / METADATA_FILE).read_bytes())).load()
         _validate(metadata)
@@ -124,13 +124,13 @@ def _unreadable(directory: Path, why: str) -> CheckpointError:
 
 
 def shapes_of(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    """Return the name -> shape of every stored tensor."""
+    """Return {name: shape} of all stored tensors."""
     shapes = {name: shape_of(metadata, name) for name in metadata.state_dict_metadata}
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 def shape_of(metadata: Metadata, name: str) -> tuple[int, ...] | None:
-    """Return the shape of a stored tensor; None: no tensor has that name."""
+    """Return the shape of a stored tensor; None if no tensor has that name."""
     entry = metadata.state_dict_metadata.get(name)
     return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
@@ -150,24 +150,24 @@ def overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)]
     if len(boxes) < 2 or not boxes[0][0]:
         return len(boxes) > 1  # a tensor without dims has one element
-    # Along the dim that was cut most often, few boxes lie beside each other.
+    # Sort along the dim with the most cuts, where the fewest boxes share a range and have to be compared.
     dim = max(range(len(boxes[0][0])), key=lambda dim: len({start[dim] for start, _ in boxes}))
     boxes.sort(key=lambda box: box[0][dim])
     for number, (start, size) in enumerate(boxes):
         for other, other_size in boxes[number + 1 :]:
             if other[dim] >= start[dim] + size[dim]:
-                break  # sorted: those that follow begin later, too
+                break  # sorted: all following boxes begin later, too
             if common_volume(start, size, other, other_size):
                 return True
     return False
 
 
 def covers(metadata: Metadata, name: str, wanted: torch.Tensor) -> bool:
-    """Return whether the stored chunks of a tensor have every element of `wanted`: a whole tensor or a flat slice."""
+    """Return whether the stored chunks cover all of `wanted`, an unsharded tensor or a flat slice."""
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
     if math.prod(entry.size) == sum(math.prod(chunk.sizes) for chunk in entry.chunks):
-        return True  # chunks do not overlap: these are all elements
+        return True  # chunks do not overlap, so they cover all elements
     whole = [(torch.Size([0] * wanted.dim()), wanted.shape)]
     pieces = getattr(wanted, "__create_chunk_list__", None)
     boxes = whole if pieces is None else [(piece.offsets, piece.sizes) for piece in pieces()]
@@ -179,10 +179,10 @@ def covers(metadata: Metadata, name: str, wanted: torch.Tensor) -> bool:
 
 
 def check_fit(where: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor], strict: bool) -> None:
-    """Check that a checkpoint has what is to be read, in these shapes.
+    """Check that a checkpoint contains the requested tensors, in these shapes.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: a tensor is missing, incomplete or of another shape.
     """
     stored = {name: shape for name in tensors if (shape := shape_of(metadata, name)) is not None}
     missing = [name for name in tensors if name not in stored] if strict else []
@@ -207,14 +207,14 @@ def check_fit(where: Path, metadata: Metadata, tensors: Mapping[str, torch.Tenso
 
 
 def quietly(work: Callable[[], T]) -> T:
-    """Do something in one process without torch's warning that it is one."""
+    """Call `work` without torch's warning that torch.distributed is disabled in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         return work()
 
 
 def common_volume(start: torch.Size, size: torch.Size, other: torch.Size, other_size: torch.Size) -> int:
-    """Return the elements that two boxes share."""
+    """Return the number of elements that two boxes share."""
     spans = zip(start, size, other, other_size, strict=True)
     return math.prod(max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in spans)
 
@@ -228,10 +228,10 @@ def _validate(metadata: Any) -> None:
 
 
 def read_chunk(file: IO[bytes], info: _StorageInfo) -> IO[bytes]:
-    """Return the bytes of one chunk. torch.load does not look at the checksums that torch.save writes; we do.
+    """Return the bytes of one chunk, after verifying the checksums of torch.save, which torch.load ignores.
 
     Raises:
-        ValueError, BadZipFile: they are not what was written.
+        ValueError, BadZipFile: the chunk is damaged.
     """
     file.seek(info.offset)
     chunk = io.BytesIO(file.read(info.length))
@@ -243,7 +243,7 @@ def read_chunk(file: IO[bytes], info: _StorageInfo) -> IO[bytes]:
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader with `read_metadata` above, and errors that name the file."""
+    """torch's reader with metadata from `read_metadata` above, and with errors that name the file."""
 
     def __init__(self, directory: Path, metadata: Metadata) -> None:
         super().__init__(directory)
@@ -276,7 +276,7 @@ class SafeReader(FileSystemReader):
 
 
 class TensorLoadPlanner(DefaultLoadPlanner):
-    """torch's planner without its way to unpickle objects."""
+    """torch's planner, except that it refuses to unpickle objects."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn} is an object, not a tensor; it is not loaded.")

@@ -1,4 +1,4 @@
-"""Chooses the checkpoints that stay (`checkpoint.keep_last`, `checkpoint.keep_every`)."""
+"""Deletes old checkpoints (`checkpoint.keep_last`, `checkpoint.keep_every`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _OF_STEP = re.compile(r"global_step(\d+)")
 
 
 def delete_old(directory: Path, keep_last: int, keep_every: int | None = None) -> list[str]:
-    """Delete old checkpoints; return their tags. To be called on one rank, when a newer one is complete.
+    """Delete old checkpoints; return their tags. Call it on one rank, after a newer checkpoint is complete.
 
-    Only tags that a save without a name gets, global_step<N>, are deleted: those that somebody has named stay, and so
-    does what `latest` names. What cannot be deleted is reported, and stays: training goes on.
+    Only checkpoints with the default tag, global_step<N>, are deleted. The one that `latest` names is kept.
+    If a checkpoint cannot be deleted, a warning is logged and training continues.
 
     Args:
-        keep_last: the newest so many stay.
-        keep_every: those whose step it divides stay, too.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: also keep checkpoints whose step is a multiple of this.
     """
     gone = []
     try:
@@ -46,7 +46,7 @@ def delete_old(directory: Path, keep_last: int, keep_every: int | None = None) -
 
 
 def _delete(directory: Path, tag: str) -> None:
-    # Renamed first: half a checkpoint must not look like one. The next save clears up what a kill leaves here.
+    # Rename first: a half-deleted checkpoint must not look complete. The next save removes leftovers.
     doomed = directory / f"{TMP}{tag}"
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(tag_path(directory, tag), doomed)

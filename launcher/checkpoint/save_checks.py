@@ -1,4 +1,4 @@
-"""Checks before a checkpoint is written: is there space on the disk, and does the directory belong to this run?"""
+"""Checks before a save: free disk space, and whether the nodes share the directory as they should."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TensorMap = Mapping[str, torch.Tensor | FlatSlice]
 
 
 def shared_by_nodes(directory: Path) -> CheckpointError:
-    """Return the error of a directory that is not each node's own."""
+    """Return the error for a directory that several nodes share but should not."""
     return CheckpointError(
         f"{directory} is shared by several nodes.",
         where="checkpoint.use_node_local_storage",
@@ -25,13 +25,15 @@ def shared_by_nodes(directory: Path) -> CheckpointError:
 
 
 def written_bytes(tensors: TensorMap) -> int:
-    """Return the bytes that this rank writes of them, as far as they are many."""
+    """Return the bytes that this rank writes for flat slices; other tensors are small and not counted."""
     return sum(tensor.written_bytes for tensor in tensors.values() if isinstance(tensor, FlatSlice))
 
 
 def check_space(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> None:
-    """Raise CheckpointError, before a byte is written, where the disk has no room for it, as far as is known.
-    Collective."""
+    """Raise CheckpointError, before anything is written, if the disk is too full for the tensors.
+
+    Only flat slices are counted. Collective.
+    """
     needed = sum(ranks.of_sharing(written_bytes(tensors)))
 
     def look() -> None:
@@ -48,7 +50,7 @@ def check_space(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) ->
 
 
 def check_visible(temporary: Path) -> None:
-    """Raise CheckpointError where this node does not see what rank 0 has made."""
+    """Raise CheckpointError if this node does not see the directory that rank 0 created."""
     if not temporary.is_dir():
         raise CheckpointError(
             f"{temporary} was created by rank 0 but is not visible here.",
@@ -58,7 +60,10 @@ def check_visible(temporary: Path) -> None:
 
 
 def check_separate(temporary: Path, ranks: CollectiveErrors) -> None:
-    """Raise CheckpointError where nodes share a directory. Each leaves a mark: there is another one then, or none."""
+    """Raise CheckpointError if nodes share a directory.
+
+    Each node creates a marker file; in a shared directory it then finds other markers, or not its own.
+    """
     mark = temporary / f".node-of-rank-{ranks.rank}"
     ranks.on_first(mark.touch)
 

@@ -1,4 +1,4 @@
-"""`Saver`: the JSON's `checkpoint` section at work: where and when a checkpoint is written, and which ones stay."""
+"""`Saver`: implements the config's `checkpoint` section: where and how to save, which checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Saves and loads for one engine. Every method but `let_change` and `raise_failure` is collective.
+    """Saves and loads checkpoints for one engine.
+
+    Every method except `let_change` and `raise_failure` is collective.
 
     Args:
-        config: the section.
+        config: the `checkpoint` section.
         rank: 0 prints statistics.
 
     Attributes:
-        in_background: a thread writes copies (`writer.decoupled`).
-        steps_alone_change: nothing but an optimizer step changes weights and its state, and it calls `let_change`
-            before. So they need not be copied before `save` returns.
-        memory: where `keep` puts what a restart goes on from; None: nowhere.
-        stalled_s: seconds for which saves have held up training.
+        in_background: a thread writes a copy of the state (`writer.decoupled`).
+        steps_alone_change: only optimizer steps change the weights and the optimizer state, and they call
+            `let_change` first. Neither has to be copied before `save` returns.
+        memory: where `keep` stores the state that a restart resumes from; None: it is not stored.
+        stalled_s: seconds that saves have blocked training.
     """
 
     memory: PeerMemory | None = None
@@ -59,19 +61,19 @@ class Saver:
 
     @property
     def node_local(self) -> bool:
-        """Return whether each node has only what its own ranks need."""
+        """Return whether each node stores only the data of its own ranks."""
         return self.config.use_node_local_storage
 
     def save(
         self, directory: Path, tag: str, tensors: TensorMap, meta: Mapping[str, Any], latest: bool
     ) -> None:
-        """Call `store.save` as the section says: now, or with a copy in the background."""
+        """Call `store.save` as configured: synchronously, or in the background with a copy of the state."""
         self._now_or_beside(tensors, meta, lambda t, m: self._save(directory, tag, t, m, latest))
 
     def keep(
         self, step: int, tensors: TensorMap, meta: Mapping[str, Any], then: Callable[[], None] = lambda: None
     ) -> None:
-        """Call `PeerMemory.keep`, and what comes after it, in the same way."""
+        """Call `PeerMemory.keep` and then `then`: synchronously or in the background, like `save`."""
         memory = self.memory
         assert memory is not None
 
@@ -94,7 +96,7 @@ class Saver:
                 return
             finish = self._snapshot.begin(tensors, later=self.steps_alone_change)
             frozen = copy.deepcopy(dict(meta))
-            self._groups_of_ranks()  # made here: a collective of the main thread
+            self._groups_of_ranks()  # created now: a collective of the main thread
             self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
             self._copied.clear()
 
@@ -108,13 +110,13 @@ class Saver:
             self.pending.append(self._thread.submit(work))
 
     def let_change(self) -> None:
-        """Wait until a save in the background has copied what an optimizer step is about to change."""
+        """Wait until a background save has copied the tensors that the optimizer step is about to change."""
         if not self._copied.is_set():
             with self._stalling():
                 self._copied.wait()
 
     def load(self, directory: Path, tag: str, tensors: TensorMap, strict: bool) -> None:
-        """Call `store.load` with what `find` found, after what is being written."""
+        """Load the checkpoint that `find` returned, after waiting for a pending save."""
         self.wait()
         if self.memory is not None and directory == self.memory.directory:
             self.memory.load(tag, tensors, strict)
@@ -123,7 +125,7 @@ class Saver:
         store.load(directory, tag, tensors, group, strict, node=node, compared=True)
 
     def find(self, directory: Path, tag: str | None, missing_ok: bool) -> tuple[str, dict[str, Any]] | None:
-        """Call `store.find`, after what is being written."""
+        """Call `store.find` (or return what memory holds), after waiting for a pending save."""
         self.wait()
         if self.memory is not None and directory == self.memory.directory:
             return self.memory.found
@@ -131,12 +133,12 @@ class Saver:
         return store.find(directory, tag, missing_ok=missing_ok, group=group, node=node)
 
     def wait(self) -> None:
-        """Wait until the save in the background has ended. Raises its CheckpointError, on all ranks alike."""
+        """Wait for the background save to finish; raise its CheckpointError, if any, on all ranks."""
         while self.pending:
             self.pending.pop().result()
 
     def raise_failure(self) -> None:
-        """Raise the error of a background save that has failed; do not wait for one that goes on."""
+        """Raise the error of a failed background save; do not wait for one that is still running."""
         if self.pending and self.pending[0].done():
             self.wait()
 
@@ -170,9 +172,9 @@ class Saver:
             )
 
     def _groups_of_ranks(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """Return (the ranks that save together, those of this node where each has its directory).
+        """Return (group of all ranks, group of this node's ranks if each node has its own directory).
 
-        A thread needs groups that nobody else uses; a save between steps, or a load, does without.
+        A background thread needs process groups of its own; other saves and loads use the default group.
         """
         if not (self.node_local or self.in_background):
             return None, None
@@ -183,9 +185,9 @@ class Saver:
 
 
 def _say_unread(pending: list[Future[None]]) -> None:
-    """Report, at the end of the run, an error that nobody has asked for."""
+    """Print, at the end of the run, the error of a background save that was never waited for."""
     for future in pending:
         if future.done() and (error := future.exception()) is not None:
-            # torch's text of a lost peer has a path of its own sources in front, and more lines behind
+            # torch's message about a lost peer starts with a path of its own sources and ends with more lines
             why = re.sub(r"^\[/\S+\] ", "", str(error).partition("\n")[0]).partition(". This may indicate")[0]
             print(f"The last checkpoint was not saved: {shortened(why, 200)}", file=sys.stderr, flush=True)

@@ -1,5 +1,4 @@
-"""A flat slice of a tensor, or of this tp rank's part of it, that torch.distributed.checkpoint saves and loads by
-boxes."""
+"""`FlatSlice`: a flat slice of a tensor or its TP shard that torch.distributed.checkpoint saves and loads."""
 
 from __future__ import annotations
 
@@ -22,22 +21,21 @@ from launcher.tensor.split import Box, Split
 class FlatSlice(torch.Tensor):
     """Elements [start, stop) of the flattened local part of a tensor, held in `data_1d`.
 
-    It has the shape of the whole tensor and the memory of the slice. It is there to be put into a state dict:
-    through torch's `_Checkpointable` protocol it is written as boxes of the whole tensor, and read in
-    place into `data_1d` from whatever slicing wrote it. Any arithmetic on it is an error.
+    It has the shape of the unsharded tensor and the memory of the slice. It is meant to be put into a state
+    dict: through torch's `_Checkpointable` protocol it is saved as boxes of the unsharded tensor, and loaded
+    in place into `data_1d`, whatever slicing was saved. Any torch operation on it raises an error.
 
     Args:
         data_1d: the slice, stop - start elements, 1-D and contiguous; loading writes into it.
-        of: which elements of the whole, logical tensor are local; a shape: all of them.
+        of: the elements of the unsharded, logical tensor that are local; a shape means all of them.
         start: flat index of the first element of the slice in the local tensor.
         stop: flat index after the last one. start == stop is a slice without elements.
-        firsts_only: do not write what another rank is the first holder of. False where that rank may write to
-            another directory.
+        firsts_only: do not write elements of which another rank is the first holder. False if that rank may
+            write to another directory.
 
     Raises:
-        ValueError: `data_1d` is not 1-D and contiguous, or does not have stop - start elements, or the
-            range is
-            not inside the local tensor.
+        ValueError: `data_1d` is not 1-D and contiguous, or does not have stop - start elements, or the range
+            is not inside the local tensor.
     """
 
     _data: Callable[[], torch.Tensor]
@@ -46,7 +44,7 @@ class FlatSlice(torch.Tensor):
     stop: int
     firsts_only: bool
     in_memory: bool
-    """The elements lie where `data_1d` gives them, now and later."""
+    """Whether `data_1d` is the permanent storage of the elements, not a temporary buffer."""
     _boxes: list[Box]
 
     @staticmethod
@@ -84,10 +82,10 @@ class FlatSlice(torch.Tensor):
         device: torch.device,
         firsts_only: bool = True,
     ) -> FlatSlice:
-        """Return a slice whose memory is asked for whenever it is read or written.
+        """Return a slice that requests its memory from `data` whenever it is read or written.
 
         Args:
-            data: gives [stop - start], 1-D and contiguous, good until another slice is asked for.
+            data: returns a contiguous 1-D tensor [stop - start], valid until the next slice requests memory.
         """
         made: FlatSlice = torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=dtype, device=device)
         made._data, made.of, made.start, made.stop = data, of, start, stop
@@ -97,7 +95,7 @@ class FlatSlice(torch.Tensor):
 
     @property
     def written_bytes(self) -> int:
-        """Return the bytes of what is written of it."""
+        """Return the number of bytes that saving the slice writes."""
         return self.element_size() * sum(math.prod(chunk.sizes) for chunk in self._chunks_to_write())
 
     @property
@@ -106,7 +104,7 @@ class FlatSlice(torch.Tensor):
         return self._data()
 
     def with_data(self, data_1d: torch.Tensor) -> FlatSlice:
-        """Return the same slice with other memory."""
+        """Return the same slice, backed by other memory."""
         return FlatSlice(data_1d, self.of, self.start, self.stop, firsts_only=self.firsts_only)
 
     @classmethod
@@ -147,13 +145,13 @@ class FlatSlice(torch.Tensor):
 
     def _chunks_to_write(self) -> list[ChunkStorageMetadata]:
         if math.prod(self.shape) == 0:
-            # Nobody owns an element; the name and the shape have to be written all the same.
+            # No rank owns an element, but the name and the shape have to be written.
             return [ChunkStorageMetadata(torch.Size([0] * self.dim()), self.shape)]
         return [_chunk(box) for box in self._boxes if box.part.first or not self.firsts_only]
 
 
 def fill(tensor: torch.Tensor | FlatSlice, whole: torch.Tensor) -> None:
-    """Copy a whole tensor, or the slice's part of it."""
+    """Copy the unsharded tensor `whole`, or the slice's part of it."""
     if isinstance(tensor, FlatSlice):
         tensor.data_1d.copy_(whole.reshape(-1)[tensor.start : tensor.stop])
     else:

@@ -1,11 +1,11 @@
-"""`Snapshot`: copies in host memory of what a checkpoint will hold, so that training goes on while it is written.
+"""`Snapshot`: copies of the state in host memory, so that training continues while the checkpoint is written.
 
 [Note: what may be copied later]
-Weights and the optimizer's state change in optimizer steps alone, where no script touches them. Copying gigabytes
-takes as long as a forward does, so those are copied by the thread that will write them, beside the forward and
-backward of the next step; the step itself waits for that (`Saver.let_change`). All else, such as a BatchNorm's running
-mean or a random state, changes at any time and is copied at once. So is what rests on a disk: the buffers that it is
-read into belong to the main thread.
+Unless the script modifies them, weights and optimizer state change only in optimizer steps. Copying gigabytes
+takes as long as a forward pass, so the thread that writes them copies them while the next forward and
+backward run; the optimizer step waits for the copy (`Saver.let_change`). Everything else, such as a
+BatchNorm's running mean or a random state, can change at any time and is copied immediately. So is state that
+is offloaded to disk, because the buffers that it is read into belong to the main thread.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from launcher.checkpoint.slices import FlatSlice
 from launcher.models.host_copies import recorded
 
 STEADY = "model/", "optimizer/"
-"""Names that begin so are of what an optimizer step alone changes."""
+"""Name prefixes of the tensors that only an optimizer step changes."""
 
 
 class Snapshot:
-    """Host memory for copies of this rank's part of the state. The next checkpoint uses the same memory again.
+    """Host memory for copies of this rank's part of the state, reused by the next checkpoint.
 
-    Under CUDA it is page-locked, and a stream of its own copies.
+    Under CUDA the memory is pinned, and deferred copies run on a separate stream.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,13 @@ class Snapshot:
     def begin(
         self, tensors: Mapping[str, Tensor | FlatSlice], *, later: bool
     ) -> Callable[[], dict[str, Tensor | FlatSlice]]:
-        """Copy what changes at any time. Return what copies the rest, in any thread, and gives all copies.
+        """Copy the tensors that can change at any time.
+
+        Return a function that copies the rest, in any thread, and returns all copies.
 
         Args:
-            later: weights and the optimizer's state stay as they are until all is copied; False: copy them, too.
+            later: weights and optimizer state do not change until everything is copied, so defer their
+                copies; False: copy them now, too.
         """
         waiting = {name: tensor for name, tensor in tensors.items() if later and _is_steady(name, tensor)}
         copies = {name: self._copy(name, tensor) for name, tensor in tensors.items() if name not in waiting}
@@ -69,8 +72,10 @@ def _is_steady(name: str, tensor: Tensor | FlatSlice) -> bool:
 
 @contextmanager
 def _stream_after(ready: torch.cuda.Event | None, device: torch.device | None) -> Iterator[None]:
-    """Work on a new stream that waits for an event; without one, on that of the thread. A thread begins on the first
-    GPU, whichever its process uses."""
+    """Use a new stream that waits for an event; without an event, the thread's current stream.
+
+    The device is set explicitly, because a new thread starts on the first GPU, whichever its process uses.
+    """
     if ready is None:
         yield
         return

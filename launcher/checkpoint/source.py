@@ -1,4 +1,4 @@
-"""A checkpoint of any program, looked at as other formats need it."""
+"""A uniform view of any program's checkpoint, for conversion to other formats."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class SourceCheckpoint:
     """The content of a checkpoint.
 
     Args:
-        path: of the checkpoint.
-        tag: its name among launcher's.
-        meta: as the engine wrote it, or would have.
-        entries: name in a checkpoint -> shape and dtype of the tensor.
-        read: fills tensors by these names.
+        path: directory of the checkpoint.
+        tag: its tag as a launcher checkpoint.
+        meta: in the form that the engine writes.
+        entries: name in the checkpoint -> shape and dtype of the tensor.
+        read: fills tensors that are given by these names.
 
     Attributes:
-        shapes: name -> shape of the parameters, each tied one once.
-        states: the optimizer's, as "optimizer/exp_avg".
-        steps: name -> count of steps.
+        shapes: parameter name -> shape, each tied parameter once.
+        states: kinds of optimizer state, such as "optimizer/exp_avg".
+        steps: parameter name -> step count.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class SourceCheckpoint:
 
     @classmethod
     def open(cls, directory: Path, tag: str | None = None) -> SourceCheckpoint:
-        """Return a checkpoint that launcher can load. Its bytes are compared with their checksums once.
+        """Open a checkpoint that launcher can load. Its checksums are verified once.
 
         Args:
             tag: default: the latest.
 
         Raises:
-            CheckpointError: there is none, or it is damaged.
+            CheckpointError: the checkpoint does not exist or is damaged.
         """
         tag, meta = store.load_meta(directory, tag)
         path = tags.tag_path(directory, tag)
@@ -79,16 +79,16 @@ class SourceCheckpoint:
         return cls(path, tag, meta, kept, store.reading(path, metadata))
 
     def load(self, tensors: Mapping[str, Tensor | FlatSlice]) -> None:
-        """Fill tensors, by their names in the checkpoint; those that it does not have stay as they are."""
+        """Fill tensors by their names in the checkpoint; tensors that it does not contain stay unchanged."""
         wanted = {name: tensor for name, tensor in tensors.items() if name in self.entries}
         if wanted:
             self._read(wanted)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a whole tensor, by its name in the checkpoint.
+        """Return an unsharded tensor, by its name in the checkpoint.
 
         Args:
-            dtype: None: the stored one.
+            dtype: None: the stored dtype.
         """
         entry = self.entries[name]
         made = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
@@ -100,7 +100,7 @@ class SourceCheckpoint:
         """Return the names of the trained parameters, by param group, in the optimizer's order.
 
         Raises:
-            CheckpointError: it does not have them.
+            CheckpointError: the checkpoint does not record them.
         """
         optimizer = self.meta["optimizer"]
         if optimizer is None:
@@ -123,7 +123,7 @@ class SourceCheckpoint:
             )
         return [
             [name for name in group if name in self.shapes] for group in names
-        ]  # not those without elements
+        ]  # without parameters that have no elements
 
     @property
     def options(self) -> list[dict[str, Any]]:
@@ -138,34 +138,34 @@ class SourceCheckpoint:
 
     @property
     def tied(self) -> dict[str, str]:
-        """Return further names of parameters -> their first ones."""
+        """Return {other name: first name} of tied parameters."""
         return dict(self.meta.get("tied") or {})
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the JSON of the run."""
+        """Return the JSON config of the run."""
         return dict(self.meta.get("config") or {})
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return that of the model, beside fp32 master weights."""
+        """Return the model's dtype in the run, as opposed to that of its fp32 master weights."""
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
         on = [dtype for key, dtype in kinds.items() if dict(self.config.get(key) or {}).get("enabled")]
         return on[0] if on else torch.float32
 
     def dtype_of(self, name: str, otherwise: torch.dtype) -> torch.dtype:
-        """Return the dtype of a parameter, in a file whose floating-point ones have the dtype `otherwise`."""
+        """Return `otherwise` for a floating-point parameter, and its stored dtype for any other."""
         own: torch.dtype = self.entries[f"model/{name}"].properties.dtype
         return otherwise if own.is_floating_point else own
 
     @property
     def clipping(self) -> float:
-        """Return the largest norm of the gradients."""
+        """Return the maximum gradient norm (`gradient_clipping`)."""
         return float(self.config.get("gradient_clipping", 1.0))
 
     @property
     def schedule(self) -> Any:
-        """Return the state of the schedule, as DeepSpeed's schedules have it."""
+        """Return the state of the LR scheduler, in the form of DeepSpeed's schedulers if possible."""
         state = self.meta["scheduler"]
         if (steps := steps_in_schedule(state)) is not None:
             return {"last_batch_iteration": steps - 1}
@@ -184,10 +184,10 @@ class SourceCheckpoint:
         return {name.removeprefix("buffer/"): tensor for name, tensor in made.items()}
 
     def whole_states(self, at_once: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield (name, {"model" or a state: whole tensor in fp32}) of each parameter.
+        """Yield (name, {"model" or a state: unsharded tensor in fp32}) of each parameter.
 
         Args:
-            at_once: bytes that are in memory together, or those of one parameter where it has more.
+            at_once: maximum bytes in memory; a parameter that needs more is held alone.
         """
         batch: list[str] = []
         for name in [*self.shapes, None]:
@@ -212,7 +212,7 @@ class SourceCheckpoint:
 
 
 def there_already(directory: Path) -> CheckpointError:
-    """Return the error for a place that is taken."""
+    """Return the error for an output path that already exists."""
     return CheckpointError(
         f"{directory} is there already.", where=str(directory), fix="name another directory to write into"
     )

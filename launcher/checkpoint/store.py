@@ -1,7 +1,7 @@
-"""Checkpoints of logical tensors in a directory: any topology writes one, any topology reads it.
+"""Saves checkpoints of logical tensors to a directory and loads them, on any topology.
 
-Collective over `group`: every rank calls `save` and `load` with the names that it has. A rank that fails tells the
-others, so all of them raise the same error and none waits for ever.
+Collective over `group`: every rank calls `save` and `load` with the names that it has. If one rank fails, all
+ranks raise the same error, so that none hangs.
 """
 
 from __future__ import annotations
@@ -71,28 +71,27 @@ def save(
 ) -> int:
     """Write a checkpoint DIRECTORY/TAG and make it the latest one. Collective over `group`.
 
-    Everything goes to DIRECTORY/.tmp-TAG and is synced; then rank 0 renames that and moves `latest`. A save
-    that is killed or fails leaves the checkpoints that were there as they were. A tag that exists is
+    Everything is written to DIRECTORY/.tmp-TAG and synced; then rank 0 renames it and updates `latest`. A
+    save that is killed or fails leaves earlier checkpoints intact. An existing checkpoint with the tag is
     replaced.
 
     Args:
-        directory: the same one on every rank, on a file system that all ranks see.
+        directory: the same on every rank, on a file system that all ranks see.
         tag: name of the checkpoint: letters, digits, `_`, `-`, `.`.
         tensors: plain tensors (the same on every rank that has the name) and flat slices.
-        meta: what JSON can hold: steps, learning rates, positions. Rank 0's counts.
-        group: the ranks that save together; None is all of them. Without a process group: this process alone.
-        latest: false leaves `latest` where it is.
-        node: the ranks of this node, when `directory` is another one on each node. Each then has what its ranks
-            pass, which need not be all of a tensor.
-        on_other_tags: what happens when ranks name different tags; rank 0's counts unless it is "Fail".
+        meta: JSON values: steps, learning rates, positions. Rank 0's is written.
+        group: the ranks that save together; None: all ranks, or this process alone without torch.distributed.
+        latest: False does not update `latest`.
+        node: the ranks of this node, if each node has its own `directory`. Each directory then gets what its
+            node's ranks pass, which may be only parts of the tensors.
+        on_other_tags: what to do if ranks pass different tags; unless it is "Fail", rank 0's tag is used.
 
     Returns:
         Bytes of the files in this rank's directory, on the first of the ranks that share it; 0 on the others.
 
     Raises:
         CheckpointError: on every rank, if any of them fails (disk full, no permission, slices that do not
-            make up
-            the tensor, ...).
+            make up the tensor, ...).
     """
     path = Path(directory)
     ranks = CollectiveErrors(group, node)
@@ -126,9 +125,9 @@ def find(
     group: dist.ProcessGroup | None = None,
     node: dist.ProcessGroup | None = None,
 ) -> tuple[str, dict[str, Any]] | None:
-    """Call `load_meta` on all ranks together, and compare every byte of the checkpoint with its checksum.
+    """Call `load_meta` on all ranks, and verify the checksums of the whole checkpoint.
 
-    Collective over `group`: all ranks find the same, or all raise. Ranks that share a directory share the work.
+    Collective over `group`: all ranks return the same, or all raise. Ranks of one directory split the work.
     """
     ranks = CollectiveErrors(group, node)
     found = ranks.together(lambda: _look(Path(directory), tag, missing_ok, tell=ranks.rank == 0))
@@ -153,19 +152,19 @@ def load_meta(
 def load_meta(
     directory: str | Path, tag: str | None = None, *, missing_ok: bool = False
 ) -> tuple[str, dict[str, Any]] | None:
-    """Return (tag, meta) of a checkpoint: of `tag`, or of the latest. Not collective.
+    """Return (tag, meta) of the checkpoint `tag`, or of the latest one. Not collective.
 
     Args:
-        missing_ok: where nothing was ever saved (there is no `latest`), return None.
+        missing_ok: return None if nothing was ever saved (there is no `latest`).
 
     Raises:
-        CheckpointError: there is none, it is incomplete, or its meta.json is corrupted.
+        CheckpointError: the checkpoint does not exist, is incomplete, or its meta.json is corrupted.
     """
     return _look(Path(directory), tag, missing_ok, tell=True)
 
 
 def peek(directory: Path, tag: str | None) -> dict[str, Any]:
-    """Return the meta of a checkpoint that will be loaded, before its files are looked at. Not collective."""
+    """Return the meta of a checkpoint that will be loaded, without checking its files. Not collective."""
     where = tags.path_to_load(directory, tag)
     if where is None:
         raise CheckpointError(f"{directory} has no checkpoint.", where=str(directory))
@@ -175,8 +174,10 @@ def peek(directory: Path, tag: str | None) -> dict[str, Any]:
 
 
 def has_latest(directory: Path) -> bool:
-    """Return whether some checkpoint is the latest there; a `latest` that cannot be read counts, and is told on
-    loading."""
+    """Return whether a directory has a latest checkpoint.
+
+    A `latest` file that cannot be read counts; the error is raised on loading.
+    """
     return (directory / tags.LATEST_FILE).exists() or tags.tag_to_load(directory)[0] is not None
 
 
@@ -228,7 +229,7 @@ def _nothing_latest(path: Path) -> str:
 
 
 def _check_bytes(path: Path, tag: str, ranks: CollectiveErrors) -> None:
-    """Each of the ranks that share the directory compares its share of the bytes."""
+    """Verify the checksums; ranks that share the directory split the work."""
 
     ranks.together(lambda: formats.check_bytes(tags.tag_path(path, tag), *ranks.share))
 
@@ -246,14 +247,14 @@ def load(
 ) -> None:
     """Read the checkpoint DIRECTORY/TAG into `tensors`, in place. Collective over `group`, unless `local`.
 
-    Flat slices get their elements whatever slicing was saved; a tensor of another dtype is converted. The
-    checkpoint may hold more than is asked for. No code from the checkpoint is run.
+    Flat slices are filled regardless of the slicing that was saved; dtypes are converted. The checkpoint may
+    contain more tensors than requested. No code from the checkpoint is run.
 
     Args:
-        strict: False leaves tensors that the checkpoint does not have as they are.
-        node: the ranks of this node, when `directory` is another one on each node.
-        compared: `find` has just compared its bytes with their checksums.
-        local: this process alone reads, whatever groups there are.
+        strict: False leaves tensors that the checkpoint does not contain unchanged.
+        node: the ranks of this node, if each node has its own `directory`.
+        compared: `find` has just verified the checksums.
+        local: only this process reads, even if there are process groups.
 
     Raises:
         CheckpointError: on every rank: names are missing, shapes differ, or a file is corrupted.
@@ -279,10 +280,10 @@ def load(
 
 
 def reading(where: Path, metadata: Metadata) -> Callable[[TensorMap], None]:
-    """Return what fills tensors from a checkpoint whose bytes were compared, in this process alone.
+    """Return a function that fills tensors from a verified checkpoint, in this process alone.
 
-    It may be called for one tensor after the other: nothing is opened again. Tensors that the checkpoint does not have
-    stay as they are. It raises a CheckpointError where shapes differ, or a file is corrupted.
+    It may be called for one tensor at a time: the metadata is not read again. Tensors that the checkpoint
+    does not contain stay unchanged. It raises a CheckpointError if shapes differ, or a file is corrupted.
     """
     alone, reader = CollectiveErrors(None, alone=True), formats.reader_of(where, metadata)
 
@@ -325,7 +326,7 @@ def _start(path: Path, tag: str, ranks: CollectiveErrors) -> None:
 
 
 def _write(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> tuple[Metadata, Stamps]:
-    """Write what this rank has; also: the checksums of the files that it wrote."""
+    """Write this rank's tensors; return the metadata, and the checksums of the files that it wrote."""
     kind = dcp.DefaultSavePlanner if ranks.node is None else PartialPlanner
     return write_files(temporary, tensors, ranks.sharing, None if ranks.alone else ranks.rank, kind)
 
@@ -339,13 +340,13 @@ def _check_complete(metadata: Metadata) -> None:
 
 
 def _stamps_of_all(stamps: Stamps, ranks: CollectiveErrors) -> Stamps:
-    """Return the stamps of all files in this rank's directory, in the order of the ranks that wrote them."""
+    """Return the checksums of all files in this rank's directory, in the order of the writing ranks."""
     every = ranks.of_sharing({name: stamp.write() for name, stamp in stamps.items()})
     return {name: FileChecksum.read(content) for files in every for name, content in files.items()}
 
 
 def _write_meta(temporary: Path, files: Stamps, meta: dict[str, Any], latest: bool) -> int:
-    """Write meta.json; returns the bytes of the other files."""
+    """Write meta.json; return the total bytes of the other files."""
     there = {file.name: file.stat().st_size for file in temporary.iterdir()}
     if there != {name: stamp.size for name, stamp in files.items()}:
         raise CheckpointError(

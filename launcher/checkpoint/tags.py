@@ -1,9 +1,9 @@
-"""The directory of checkpoints: tags, `latest`, what killed saves leave behind.
+"""Manages a directory of checkpoints: tags, `latest`, and the leftovers of killed saves.
 
-- DIR/latest: the name of the newest complete checkpoint, one line
-- DIR/TAG/: meta.json, .metadata, *.distcp; meta.json has the checksums of the others, and begins with its own
-- DIR/.tmp-TAG/: a save that is under way, or was killed
-- DIR/.old-TAG/: what TAG was, while a second save of it takes its place
+- DIR/latest: the tag of the newest complete checkpoint, one line
+- DIR/TAG/: meta.json, .metadata, *.distcp; meta.json has the others' checksums, and begins with its own
+- DIR/.tmp-TAG/: a save that is in progress or was killed
+- DIR/.old-TAG/: the previous TAG, while another save replaces it
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from launcher.errors import CheckpointError, ConfigError, shortened
 from launcher.files import read_small
 
 LONGEST_LATEST = 1 << 12
-"""Largest size of `latest` in bytes; a tag has two hundred at most."""
+"""Maximum size of `latest` in bytes; a tag has at most 200."""
 
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=\-]{0,199}")
 
@@ -43,10 +43,10 @@ class WrittenByAnother(CheckpointError):
 
 
 def check_tag(tag: str) -> str:
-    """Return `tag` itself, if it can name a directory on every system.
+    """Return `tag` unchanged if it is a valid directory name on every system.
 
     Raises:
-        CheckpointError: it has other characters than letters, digits, `_`, `-`, `=`, `.`, or is the word `latest`.
+        CheckpointError: it has characters other than letters, digits, `_`, `-`, `=`, `.`, or is `latest`.
     """
     if tag == LATEST_FILE:
         raise CheckpointError(
@@ -63,12 +63,12 @@ def check_tag(tag: str) -> str:
 
 
 def tag_path(directory: Path, tag: str) -> Path:
-    """Return where the checkpoint `tag` is to be read from.
+    """Return the directory from which to read the checkpoint `tag`.
 
     Raises:
-        CheckpointError: there is no complete one.
+        CheckpointError: no complete checkpoint has this tag.
     """
-    # A save killed while it replaced a checkpoint of the same tag leaves the former one beside.
+    # A save that is killed while it replaces a checkpoint of the same tag leaves the old one under `.old-`.
     for path in (directory / check_tag(tag), directory / f"{OLD}{tag}"):
         if (path / META_FILE).is_file():
             return path
@@ -86,7 +86,7 @@ def tag_path(directory: Path, tag: str) -> Path:
 
 
 def _refuse_incomplete(path: Path) -> None:
-    """Say which file a checkpoint of another program lacks, where others of it are there."""
+    """Raise a CheckpointError that names the missing files if another program's checkpoint is incomplete."""
     kinds = (("*_optim_states.pt", "*_model_states.pt"), ("*.distcp", METADATA_FILE))
     for there, lacks in kinds:
         if (path / META_FILE).exists() or any(path.glob(lacks)) or not any(path.glob(there)):
@@ -99,15 +99,15 @@ def _refuse_incomplete(path: Path) -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether a directory is a checkpoint of DeepSpeed's, or of a program of FSDP2."""
+    """Return whether a directory is a checkpoint of DeepSpeed or of an FSDP2 program."""
     return is_deepspeed(path) or bool(fsdp_directories(path))
 
 
 def refuse_foreign(path: Path) -> None:
-    """Say it clearly where a directory is one checkpoint of another program.
+    """Raise an error with instructions if a directory is a single checkpoint of another program.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: it is a single checkpoint.
     """
     refuse_unread(path)
     if is_foreign(path):
@@ -119,10 +119,10 @@ def refuse_foreign(path: Path) -> None:
 
 
 def refuse_unread(path: Path) -> None:
-    """Say what to do with a checkpoint that is not loaded as it is.
+    """Raise an error with instructions if a checkpoint has to be converted before it can be loaded.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: the checkpoint has to be converted.
     """
     through_hub = "convert it into Hugging Face's format, and start from that model (--model)"
     convert = f"{through_hub}; Megatron-LM does it with tools/checkpoint/convert.py"
@@ -151,8 +151,7 @@ def refuse_unread(path: Path) -> None:
 
 
 def list_tags(directory: str | Path) -> list[str]:
-    """Return the tags of the complete checkpoints in `directory`, the oldest first. [] where there is no such
-    directory."""
+    """Return the tags of the complete checkpoints in `directory`, oldest first; [] if it does not exist."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -165,7 +164,10 @@ def list_tags(directory: str | Path) -> list[str]:
 
 
 def tags_there(directory: Path) -> str:
-    """Return the newest tags in a directory, for people; of other programs where launcher saved none. "": none."""
+    """Return the newest tags in a directory as text for messages; "" if there are none.
+
+    Checkpoints of other programs are listed only if launcher saved none.
+    """
     found = list_tags(directory)
     if not found and directory.is_dir():
         foreign = [path.name for path in directory.iterdir() if is_foreign(path) or is_megatron(path)]
@@ -174,15 +176,15 @@ def tags_there(directory: Path) -> str:
 
 
 def last_of(names: Sequence[str]) -> str:
-    """Return the last names of a list, for people."""
+    """Return the last names of a list as text for messages."""
     return ("... " if len(names) > 5 else "") + ", ".join(names[-5:])
 
 
 def latest_tag(directory: str | Path, file: str = LATEST_FILE) -> str | None:
-    """Return the tag that `latest`, or another file, names; None where there is no such file.
+    """Return the tag stored in `latest`, or in another file; None if the file does not exist.
 
     Raises:
-        CheckpointError: the file cannot be read, or names no possible tag.
+        CheckpointError: the file cannot be read, or does not contain a valid tag.
     """
     path = Path(directory) / file
     try:
@@ -200,13 +202,13 @@ def latest_tag(directory: str | Path, file: str = LATEST_FILE) -> str | None:
 
 
 def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
-    """Return the tag that `latest` names, and what is to be told of it.
+    """Return (the tag that `latest` names, a warning to log or None).
 
-    A save that is killed just before it moves `latest` leaves it behind the newest checkpoint; a damaged `latest` may
-    name another one, too. Which of them it was cannot be known here, so it is told.
+    A save that is killed just before it updates `latest` leaves it behind the newest checkpoint. A damaged
+    `latest` may also name another checkpoint. These cases cannot be distinguished, so both return a warning.
 
     Raises:
-        CheckpointError: the file cannot be read, or names a checkpoint that is not there.
+        CheckpointError: the file cannot be read, or names a checkpoint that does not exist.
     """
     file, named, newest = directory / LATEST_FILE, latest_tag(directory), _newest_that_was_latest(directory)
     if named is None:
@@ -235,7 +237,7 @@ def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
 
 
 def path_to_load(directory: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint of a tag, or the one that is loaded where none is named; None: there is none."""
+    """Return the checkpoint with a tag, or the one to load by default; None if there is no default."""
     chosen = tag if tag is not None else tag_to_load(directory)[0]
     return None if chosen is None else tag_path(directory, chosen)
 
@@ -246,19 +248,19 @@ def _newest_that_was_latest(directory: Path) -> str | None:
             if read_meta(tag_path(directory, tag)).latest:
                 return tag
         except CheckpointError:
-            continue  # it is told when it is loaded
+            continue  # reported when it is loaded
     return None
 
 
 def start(directory: Path, tag: str) -> Path:
-    """Clean up after killed saves and make the temporary directory of a new one.
+    """Clean up after killed saves and create the temporary directory of a new one.
 
     Raises:
-        WrittenByAnother: another process writes this tag.
-        CheckpointError: `directory` cannot be written into.
+        WrittenByAnother: another process is writing this tag.
+        CheckpointError: `directory` is not writable.
     """
     temporary = temporary_path(directory, tag)
-    let_go(temporary)  # of a save of this process that was interrupted
+    let_go(temporary)  # left by an interrupted save of this process
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _clean(directory, temporary)
@@ -274,7 +276,7 @@ def start(directory: Path, tag: str) -> Path:
 
 
 def _clean(directory: Path, mine: Path) -> None:
-    """Remove what killed saves have left."""
+    """Remove or restore the leftovers of killed saves."""
     for path in directory.iterdir():
         if path.name.startswith(TMP):
             if not is_being_written(path):
@@ -295,18 +297,18 @@ def temporary_path(directory: Path, tag: str) -> Path:
 
 
 def tag_of(path: Path) -> str:
-    """Return the tag of a directory, also while it is written or about to be replaced."""
+    """Return the tag of a directory, which may have the prefix of one being written or replaced."""
     return path.name.removeprefix(TMP).removeprefix(OLD)
 
 
 def discard(directory: Path, tag: str) -> None:
-    """Remove what a failed save of this process has written; what another one writes stays."""
+    """Remove the files of a failed save of this process, but not those of another process."""
     if let_go(temporary_path(directory, tag)):
         shutil.rmtree(temporary_path(directory, tag), ignore_errors=True)
 
 
 def finish(directory: Path, tag: str, latest: bool = True) -> None:
-    """Give the complete temporary directory its name, then move `latest` if that is wanted."""
+    """Rename the complete temporary directory to its tag, then update `latest` if requested."""
     temporary, final, old = temporary_path(directory, tag), directory / tag, directory / f"{OLD}{tag}"
     sync_directory(temporary)
     if final.exists():
@@ -320,7 +322,7 @@ def finish(directory: Path, tag: str, latest: bool = True) -> None:
 
 
 def _saved_at(path: Path) -> int:
-    """Return when a checkpoint was saved, in ns. A corrupted one counts as old."""
+    """Return the time of a checkpoint's save, in ns; 0 if it is corrupted, so that it counts as oldest."""
     try:
         return read_meta(path).saved_at_ns
     except CheckpointError:

@@ -1,9 +1,10 @@
-"""Checkpoints of torchtitan under the names of a Hugging Face model.
+"""Reads torchtitan checkpoints under the parameter names of a Hugging Face model.
 
-torchtitan saves with torch.distributed.checkpoint, under names of its own. Its Llama turns neighbouring rows of a head
-of q and k together (0 and 1, 2 and 3, ...), where transformers turns row i and row i + half; so the rows, and those of
-Adam's moments, lie in another order. Its Qwen 3 has them as transformers does. Where q, k and v are one
-parameter, as by default in 0.3, its rows lie by group of heads; 0.3 saves its weights apart, and its moments as one.
+torchtitan saves with torch.distributed.checkpoint, under its own names. The rotary embedding of its Llama
+pairs adjacent rows of a head of q and k (0 and 1, 2 and 3, ...), while transformers pairs row i with row i +
+half. The rows of these weights, and of their Adam moments, are therefore in another order. Its Qwen 3 has the
+same order as transformers. If q, k and v are one parameter, as by default in 0.3, its rows are ordered by
+group of heads; 0.3 saves the weights of q, k and v separately, but their moments as one tensor.
 Source: torchtitan 0.1 to 0.3, `models/*/state_dict_adapter.py` and `models/common/attention.py`.
 """
 
@@ -47,20 +48,20 @@ _INNER = {
     "ffn_norm": "post_attention_layernorm",
 }
 _TURNS_NEIGHBOURS = {"llama": True, "qwen3": False}
-"""Model type of transformers -> whether torchtitan's rotary embedding turns neighbouring rows together."""
+"""Model type of transformers -> whether torchtitan's rotary embedding pairs adjacent rows."""
 _FUSED = "attention.qkv_linear.wqkv"
 _COMPUTED = "freqs_cis"
-"""A table of angles, which early versions saved with the weights."""
+"""The table of rotary angles, which early versions saved with the weights."""
 
 
 def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
-    """Return a checkpoint of torchtitan under the names of a model, its rows in transformers' order.
+    """Return a torchtitan checkpoint under the parameter names of a model, with rows in transformers' order.
 
     Args:
-        model: that was trained: a directory with config.json, or a name.
+        model: the model that was trained: a directory with config.json, or a name.
 
     Raises:
-        CheckpointError: the model's type is not known under torchtitan's names, or it is another model.
+        CheckpointError: the model type is not supported, or the checkpoint is of another model.
     """
     made: Any = build_on_meta(load_config(model))
     kind = str(made.config.model_type)
@@ -72,7 +73,7 @@ def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
             "(--checkpoint.last_save_in_hf)",
         )
     heads = AttentionHeads.of(made.config)
-    settings = settings_of(made)  # the heads, too: whoever loads it has the same
+    settings = settings_of(made)  # including the heads, which must be the same on loading
     sources = _sources(stored, heads, _TURNS_NEIGHBOURS[kind])
     ties = ties_of(made)
     check_model(_under(stored, sources, ties, settings), made, model)
@@ -91,8 +92,8 @@ class _Source:
     """The source of a tensor.
 
     Args:
-        key: in the checkpoint.
-        rows: of that tensor; None: all of them, as they lie.
+        key: key in the checkpoint.
+        rows: indices of the rows to take from that tensor; None: all of them, in stored order.
     """
 
     key: str
@@ -100,7 +101,7 @@ class _Source:
 
 
 def _rows(name: str, heads: AttentionHeads, *, fused: bool, turned: bool) -> Tensor | None:
-    """Return which rows of torchtitan's tensor a parameter has, in its order; None: all, as they lie.
+    """Return the rows of torchtitan's tensor that a parameter has, in its order; None: all, in stored order.
 
     Args:
         turned: see `_TURNS_NEIGHBOURS`.
@@ -113,11 +114,12 @@ def _rows(name: str, heads: AttentionHeads, *, fused: bool, turned: bool) -> Ten
 
 
 def _sources(stored: SourceCheckpoint, heads: AttentionHeads, turned: bool) -> dict[str, _Source]:
-    """Return launcher's names -> where their tensors come from. What is not known keeps its name, and is told as none
-    of the model's.
+    """Return {launcher's name: source of the tensor}.
+
+    Unknown tensors keep their names; `check_model` then reports that the model does not have them.
 
     Raises:
-        CheckpointError: something is there twice.
+        CheckpointError: two tensors have the same name in launcher.
     """
     found: dict[str, _Source] = {}
     for key, entry in stored.entries.items():
@@ -140,7 +142,7 @@ def _sources(stored: SourceCheckpoint, heads: AttentionHeads, turned: bool) -> d
 
 
 def _parted(key: str) -> tuple[str, str]:
-    """Return ("model" or what of the optimizer, name of a parameter)."""
+    """Split a key into ("model", or e.g. "optimizer/exp_avg"; name of the parameter)."""
     prefix, _, rest = key.partition("/")
     if prefix == "model":
         return prefix, rest
@@ -149,7 +151,7 @@ def _parted(key: str) -> tuple[str, str]:
 
 
 def _renamed(name: str) -> list[str]:
-    """Return transformers' names of a parameter: three of q, k and v in one."""
+    """Return transformers' names for a parameter: three if q, k and v are fused."""
     module, _, kind = name.rpartition(".")
     if not module.startswith("layers."):
         return [f"{_OUTER.get(module, module)}.{kind}"]
@@ -176,7 +178,7 @@ def _under(
         groups = [[name for own in group for name in _renamed(own)] for group in meta["optimizer"]["names"]]
         names = [list(dict.fromkeys(ties.get(name, name) for name in group)) for group in groups]
         meta["optimizer"] = {**meta["optimizer"], "names": names}
-    # The last one is kept: q, k and v are asked for one by one.
+    # Cache the last fused tensor: q, k and v are read from it one by one.
     fused = lru_cache(maxsize=1)(stored.tensor)
 
     def read(tensors: Mapping[str, Tensor | FlatSlice]) -> None:

@@ -1,4 +1,4 @@
-"""Writing torch.distributed.checkpoint's files: one tensor in memory at a time, hashed on the way."""
+"""Writes torch.distributed.checkpoint's files with one tensor in memory at a time, and hashes them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Stamps = Mapping[str, FileChecksum]
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """torch's writer with errors for people, and without this machine's path in the checkpoint.
+    """torch's writer with readable errors, and without local paths in the checkpoint.
 
     Attributes:
-        fs: has the checksums of the files that were written.
+        fs: records the checksums of the written files.
     """
 
     def __init__(self, directory: Path, who: str) -> None:
@@ -42,10 +42,10 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what this rank has into one file. torch's own writer holds all tensors of a file until its end."""
+        """Write this rank's tensors to one file, one at a time; torch's writer holds all until the end."""
         try:
             written = self._write_file(f"{plan.storage_data.prefix}0.distcp", plan.items, planner)
-        except CheckpointError:  # what is written could not be read
+        except CheckpointError:  # a source tensor could not be read
             raise
         except Exception as error:
             raise CheckpointError(
@@ -72,7 +72,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
 
 class PartialPlanner(dcp.DefaultSavePlanner):
-    """torch's planner for ranks that together have a part of the tensors."""
+    """torch's planner for ranks that together hold only parts of the tensors."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans = dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
@@ -87,14 +87,14 @@ def write_files(
     rank: int | None,
     kind: type[dcp.DefaultSavePlanner] = dcp.DefaultSavePlanner,
 ) -> tuple[Metadata, Stamps]:
-    """Write what this rank has into a file of its own. Collective over `group`; its first rank writes `.metadata`.
+    """Write this rank's tensors to its own file. Collective over `group`; its first rank writes `.metadata`.
 
     Args:
-        directory: need not be the same one on all ranks.
-        rank: of this process; None: it is alone.
+        directory: may differ between ranks.
+        rank: rank of this process; None: no other process takes part.
 
     Returns:
-        What all ranks have written, and the checksums of the files of this one.
+        The metadata of the tensors of all ranks, and the checksums of this rank's files.
     """
     writer = CheckpointWriter(directory, "" if rank is None else f" on rank {rank}")
     metadata = quietly(
@@ -110,6 +110,6 @@ def write_files(
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU with a storage of its own: torch.save writes whole storages."""
+    """Return a tensor on the CPU with its own storage, because torch.save writes whole storages."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,6 +1,6 @@
-"""A checkpoint of DeepSpeed's under launcher's names: `model/<parameter>`, `optimizer/<state>/<parameter>`, and a meta.
+"""Opens a DeepSpeed checkpoint as `model/<parameter>`, `optimizer/<state>/<parameter>`, and a meta.
 
-See `engine/state.py` for the names, and for what the meta has.
+These are launcher's names: see `engine/state.py` for them, and for the content of the meta.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Content:
 
     Attributes:
         stored: name -> logical tensor.
-        meta: as in launcher's own meta.json.
-        files: that they are in.
+        meta: in the form of launcher's own meta.json.
+        files: files that contain the tensors.
     """
 
     stored: dict[str, StoredTensor]
@@ -48,20 +48,20 @@ class Content:
 
     @cached_property
     def mapping(self) -> MappedFiles:
-        """Return where the files are in memory."""
+        """Return the memory mappings of the files."""
         return MappedFiles(self.files)
 
     @cached_property
     def metadata(self) -> Metadata:
-        """Return names, shapes, dtypes and boxes, as torch.distributed.checkpoint has them."""
+        """Return the names, shapes, dtypes and boxes, in torch.distributed.checkpoint's form."""
         return Metadata({name: stored.entry for name, stored in self.stored.items()})
 
 
 def open_content(directory: Path) -> Content:
-    """Open a checkpoint (one tag) of DeepSpeed's. Its tensors stay on the disk.
+    """Open a DeepSpeed checkpoint (one tag). Its tensors stay on disk.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another run; or it is of a kind that is not read.
+        CheckpointError: a file is missing, damaged, or of another run, or the kind is not supported.
     """
     files = find(directory).all
     return _opened(directory, tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files))
@@ -69,13 +69,16 @@ def open_content(directory: Path) -> Content:
 
 @lru_cache(maxsize=1)
 def _opened(directory: Path, files: object) -> Content:
-    """A load asks for the meta, the shapes and the tensors one after the other; `files` tells that nothing changed."""
+    """Open a checkpoint. Cached, because a load requests the meta, the shapes and the tensors separately.
+
+    `files` makes the cache miss if a file has changed.
+    """
     found = find(directory)
     ranks = [OpenedFiles(rank) for rank in found.ranks]
     layers = Layers(found.layers)
     stored, (rest, states, groups) = _of_ranks(directory, ranks, layers)
     if found.universal is not None:
-        # Files of a split model have the shapes of its parts.
+        # The files of several model-parallel ranks have the shapes of the shards.
         own = ranks[0].groups if len(ranks) == 1 else []
         shapes = {name: shape for group in own for name, shape in group.items()}
         merged, rest, states, groups = universal(found.universal, shapes)
@@ -92,8 +95,7 @@ def _opened(directory: Path, files: object) -> Content:
 def _of_ranks(
     directory: Path, ranks: Sequence[OpenedFiles], layers: Layers
 ) -> tuple[Place, tuple[dict[str, Any] | None, States, list[dict[str, Any]]]]:
-    """Return (what all model-parallel ranks have; of the first: its part of the optimizer's file, the states in it,
-    options of the param groups)."""
+    """Return (tensors of all model-parallel ranks, the first one's (optimizer, states, param groups))."""
     _, splits = stages_and_splits(ranks, layers.files)
     places, first = list[Place](), None
     for number, opened in enumerate(ranks):
@@ -110,7 +112,7 @@ def _of_ranks(
 
 
 def _group_names(ranks: Sequence[OpenedFiles], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the names of the parameters of each param group, as they are here; []: the files do not say them."""
+    """Return launcher's names of the parameters of each param group; [] if the files do not record them."""
     named: list[Any] = [group["names"] for group in groups if "names" in group]
     if not named:  # the universal copy of a PipelineModule has files of each stage
         by_group = zip_longest(*(opened.group_names for opened in ranks), fillvalue=[])
@@ -121,7 +123,7 @@ def _group_names(ranks: Sequence[OpenedFiles], groups: Sequence[Mapping[str, Any
 
 
 def _of_rank(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]:
-    """Return (what a model-parallel rank has, its states as they are, options of the param groups)."""
+    """Return (tensors of a model-parallel rank, its states as stored, options of the param groups)."""
     if opened.optimizers:
         stored, (states, groups) = sharded(opened), opened.base_state(0)
     else:
@@ -137,10 +139,10 @@ def _of_rank(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]:
 
 
 def _joined(places: Sequence[Place], splits: int, first: OpenedFiles) -> Place:
-    """Return the logical tensors of all model-parallel ranks.
+    """Join the tensors of all model-parallel ranks into logical tensors.
 
     Args:
-        places: by rank: stage x splits + tensor-parallel rank. Of a tensor in several stages, the first one's counts.
+        places: by rank: stage x splits + tensor-parallel rank. The first stage that has a tensor is used.
     """
     by_split: list[Place] = [{} for _ in range(splits)]
     for number in reversed(range(len(places))):
@@ -185,7 +187,7 @@ def _check_whole(directory: Path, stored: Place) -> None:
 
 
 def _check_steps(directory: Path, stored: Place) -> None:
-    """Check that Adam's moments have their count of steps: without it the next step would be of another size."""
+    """Check that Adam's moments have a step count: without it the next step would have the wrong size."""
     lacking = [
         name
         for name in (key.removeprefix("optimizer/exp_avg_sq/") for key in stored if "/exp_avg_sq/" in key)
@@ -200,7 +202,7 @@ def _check_steps(directory: Path, stored: Place) -> None:
 
 
 def _check_optimizer_is_there(found: Files, first: OpenedFiles, stored: Place) -> None:
-    """Check that there are weights, and say where the files of the optimizer's state are gone."""
+    """Check that there are weights, and log a warning if the files of the optimizer state are missing."""
     if any(name.startswith("optimizer/") for name in stored):
         return
     name = first.files.model[0].name.replace("model_states", "optim_states")
@@ -210,14 +212,16 @@ def _check_optimizer_is_there(found: Files, first: OpenedFiles, stored: Place) -
             where=str(found.directory),
             fix="copy all files of the checkpoint, or load another one (tag)",
         )
-    # With ZeRO the model's file says which parameters are trained.
+    # With ZeRO, the model file lists the trained parameters.
     if first.groups and not first.files.all_of_optimizer and found.universal is None:
         logger.warning("%s has no files of the optimizer's state: only weights are read", found.directory)
 
 
 def _check_same_weights(opened: OpenedFiles, stored: dict[str, StoredTensor]) -> None:
-    """Check that the model's file has the weights that the optimizer's files have: they are of one save, and of the
-    ranks that their names say. At stage 3 the model's files have no weights, so nothing can be compared.
+    """Check that the model file has the same weights as the optimizer files.
+
+    Otherwise the files are of different saves, or of other ranks than their names indicate. At stage 3 the
+    model files have no weights, so nothing can be compared.
     """
     for name in opened.parameters:
         tensor, entry = opened.module[name], stored.get(f"model/{name}")

@@ -1,6 +1,6 @@
-"""Reads from DeepSpeed's files how tensor-parallel ranks cut a parameter, and joins the parts.
+"""Reads from DeepSpeed's files how tensor-parallel ranks shard a parameter, and joins the shards.
 
-`universal_checkpoint_info` says it twice: by boxes (`affine_map`, since 0.19), and by patterns of names.
+`universal_checkpoint_info` specifies it twice: by boxes (`affine_map`, since 0.19), and by patterns of names.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from launcher.checkpoint.deepspeed.unpickle import StandIn
 Shape = tuple[int, ...]
 AFFINE_VERSION = 1
 POWERS = {"model": 1, "optimizer/exp_avg": -1, "optimizer/exp_avg_sq": -2}
-"""What a scale of weights does to the gradient, and so to Adam's moments."""
+"""Exponent of the weights' scale per kind of tensor: gradients, and so Adam's moments, scale inversely."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box that a rank has.
+    """A box of a logical tensor that a rank has.
 
     Args:
-        offsets: in the logical tensor.
+        offsets: offsets in the logical tensor.
         own: offsets in the rank's tensor.
-        scale: the rank has the weights times this.
+        scale: the rank's weights are the logical weights times this.
     """
 
     offsets: Shape
@@ -43,7 +43,7 @@ class Cut:
 
     Args:
         shape: of the logical tensor.
-        pieces: by rank; what several ranks have is there once.
+        pieces: by rank; a box that several ranks have is listed once.
     """
 
     shape: Shape
@@ -51,14 +51,14 @@ class Cut:
 
 
 def cut_of(name: str, info: Mapping[str, Any], shapes: Sequence[Shape]) -> Cut:
-    """Return how a parameter is cut.
+    """Return how a parameter is sharded.
 
     Args:
         info: `universal_checkpoint_info`.
-        shapes: of the ranks' tensors.
+        shapes: shapes of the ranks' tensors.
 
     Raises:
-        ValueError: the file says it in a way that is not known.
+        ValueError: the kind of sharding is not supported.
     """
     affine = info.get("affine_map") or {}
     if affine.get("version", AFFINE_VERSION) > AFFINE_VERSION:
@@ -87,7 +87,7 @@ def cut_of(name: str, info: Mapping[str, Any], shapes: Sequence[Shape]) -> Cut:
 
 
 def joined(kind: str, cut: Cut, parts: Sequence[StoredTensor]) -> StoredTensor:
-    """Return the logical tensor of the ranks' tensors.
+    """Join the ranks' tensors into the logical tensor.
 
     Args:
         kind: "model", or "optimizer/" and the name of a state.
@@ -108,7 +108,7 @@ def joined(kind: str, cut: Cut, parts: Sequence[StoredTensor]) -> StoredTensor:
 
 
 def _common(part: Part, piece: Piece) -> Part | None:
-    """Return what a part has of a piece, as a part of the logical tensor; None: nothing."""
+    """Return the intersection of a part and a piece, as a part of the logical tensor; None if it is empty."""
     starts, sizes, data = [], [], part.data
     for dim, (at, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
         low = max(at, piece.own[dim])
@@ -145,7 +145,7 @@ def _affine(entry: Mapping[str, Any], ranks: int) -> Cut:
 
 
 def _index(said: Sequence[Any], shape: Shape) -> Shape:
-    """Return the index of an offset in a row-major tensor, whose strides must be the ones that are said."""
+    """Return the index of a flat offset in a row-major tensor. Raise ValueError if the strides differ."""
     offset, strides = int(said[0]), [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if any(size > 1 and got != want for size, got, want in zip(shape, said[1], strides, strict=True)):
         raise ValueError(f"its boxes have the strides {list(said[1])} in a tensor of shape {list(shape)}")
@@ -158,10 +158,10 @@ def _whole(shapes: Sequence[Shape]) -> Cut:
 
 
 def _along(dim: int, widths: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> Cut:
-    """Return the cut of a tensor whose sub-tensors, end to end along `dim`, are each cut along it.
+    """Return the cut of a concatenation of sub-tensors along `dim`, each of which is sharded along `dim`.
 
     Args:
-        widths: of each sub-tensor, by rank.
+        widths: sizes of each sub-tensor's shards along `dim`, by rank.
     """
     pieces: list[list[Piece]] = [[] for _ in shapes]
     at, own = 0, [0] * len(shapes)
@@ -182,7 +182,7 @@ def _along(dim: int, widths: Sequence[Sequence[int]], shapes: Sequence[Shape]) -
 
 
 def _sub_widths(sizes: Any, said: Any, shapes: Sequence[Shape], dim: int) -> list[list[int]]:
-    """Return the widths of sub-tensors, by rank: those that are said, or equal ones."""
+    """Return the widths of sub-tensors, by rank: those in the file, or equal ones."""
     if said is not None:
         return [list(row) for row in said]
     count = sizes if isinstance(sizes, int) else len(sizes)
@@ -192,7 +192,7 @@ def _sub_widths(sizes: Any, said: Any, shapes: Sequence[Shape], dim: int) -> lis
 
 
 def _without_padding(cut: Cut, rows: int) -> Cut:
-    """Return the cut of the first rows: a vocabulary may have been filled up for the ranks."""
+    """Return the cut of the first rows: the vocabulary may have been padded for the ranks."""
     pieces = [
         [
             replace(piece, sizes=(min(piece.sizes[0], rows - piece.offsets[0]), *piece.sizes[1:]))
@@ -209,7 +209,7 @@ def _matches(info: Mapping[str, Any], key: str, name: str) -> bool:
 
 
 def plain_info(value: Any) -> dict[str, Any]:
-    """Return `universal_checkpoint_info`, whose sub-parameters may be objects of DeepSpeed's."""
+    """Return `universal_checkpoint_info` as plain values: its sub-parameters may be DeepSpeed objects."""
     info = dict(value or {})
     info["parameter_with_sub_params"] = [
         dict(vars(entry)) if isinstance(entry, StandIn) else entry

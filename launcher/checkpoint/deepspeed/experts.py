@@ -1,8 +1,10 @@
-"""Experts of `deepspeed.moe.layer.MoE`. DeepSpeed writes each one's weights to a file of its own, and their states with
-those of the data-parallel ranks: expert-parallel rank = rank % degree has a part of the experts, under local numbers.
+"""Reads the experts of `deepspeed.moe.layer.MoE`.
 
-Until all are read, every expert has tensors of its own, by the number that it has in its layer; then each layer's
-become one tensor [experts, ...], as in the model here (`experts/stacked.py`).
+DeepSpeed writes the weights of each expert to a separate file, and their optimizer states with those of the
+data-parallel ranks: expert-parallel rank = rank % degree has a part of the experts, under local indices.
+
+While the files are read, every expert has separate tensors, named by its index in the layer. Then the tensors
+of each layer are stacked into one tensor [experts, ...], as in launcher's models (`experts/stacked.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from launcher.models.stacked_names import EXPERT, stacked_name
 
 
 class ExpertFiles:
-    """The content of the files of experts.
+    """The content of the expert files.
 
     Args:
         files: (layer, expert) -> file.
 
     Attributes:
-        named: name -> tensor, of all experts in the order of layers, experts, and parameters.
+        named: name -> tensor of all experts, in the order of layers, experts, and parameters.
     """
 
     def __init__(self, files: Mapping[tuple[int, int], Path]) -> None:
@@ -38,11 +40,11 @@ class ExpertFiles:
         self._counts = _counts_of(self.named)
 
     def share(self, rank: int, degree: int) -> list[str]:
-        """Return the names of the experts that an expert-parallel rank has."""
+        """Return the names of the expert tensors that an expert-parallel rank has."""
         return [name for name in self.named if self._owner(name, degree) == rank]
 
     def globally(self, shapes: Shapes, rank: int, degree: int) -> dict[str, Any]:
-        """Return the names and shapes of an expert-parallel rank with the numbers that experts have in their layers."""
+        """Return an expert-parallel rank's {name: shape}, with the experts' indices in their layers."""
         found = {}
         for name, shape in shapes.items():
             if match := EXPERT.fullmatch(name):
@@ -57,7 +59,7 @@ class ExpertFiles:
 
 
 def _counts_of(names: Iterable[str]) -> dict[str, int]:
-    """Return a layer -> how many experts it has."""
+    """Return {layer: number of experts}."""
     counts: dict[str, int] = defaultdict(int)
     for name in names:
         if match := EXPERT.fullmatch(name):
@@ -66,7 +68,7 @@ def _counts_of(names: Iterable[str]) -> dict[str, int]:
 
 
 def stacked(stored: Place, directory: Path) -> Place:
-    """Return logical tensors with those of a layer's experts in one.
+    """Return the logical tensors, with those of the experts of each layer stacked into one.
 
     Raises:
         CheckpointError: a file of an expert is missing.

@@ -1,4 +1,4 @@
-"""The files of one of DeepSpeed's checkpoints: which there are, and which ranks wrote them."""
+"""Finds the files of a DeepSpeed checkpoint, and the ranks that wrote them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _OF_EXPERTS = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 @dataclass(frozen=True)
 class RankFiles:
-    """The files of one model-parallel rank: of a tensor-parallel rank of a pipeline stage.
+    """The files of one model-parallel rank, i.e. of a tensor-parallel rank in a pipeline stage.
 
     Attributes:
         model: data-parallel rank -> the model's state. Without ZeRO 3, rank 0 has all of it.
-        optimizer: data-parallel rank -> its part of the optimizer's state; {} without ZeRO.
-        whole_optimizer: expert-parallel rank -> the state of its optimizer, where there are experts and no ZeRO.
+        optimizer: data-parallel rank -> its part of the optimizer state; {} without ZeRO.
+        whole_optimizer: expert-parallel rank -> the state of its optimizer, if there are experts and no ZeRO.
         experts: (layer, expert) -> its weights.
     """
 
@@ -38,7 +38,7 @@ class RankFiles:
 
     @property
     def all_of_optimizer(self) -> list[Path]:
-        """Return the files of the optimizer's state."""
+        """Return the files of the optimizer state."""
         return [*self.optimizer.values(), *self.whole_optimizer.values()]
 
     @property
@@ -54,8 +54,9 @@ class Files:
 
     Attributes:
         ranks: by model-parallel rank.
-        layers: of a PipelineModule: (layer, tensor-parallel rank) -> its weights.
-        universal: of the universal layout: a directory per parameter, and a file for the rest of the optimizer's state.
+        layers: (layer, tensor-parallel rank) -> its weights, of a PipelineModule.
+        universal: directory of the universal layout: one directory per parameter, and a file for the rest of
+            the optimizer state.
     """
 
     directory: Path
@@ -77,7 +78,7 @@ class Files:
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Return whether a directory is a checkpoint (one tag) of DeepSpeed's."""
+    """Return whether a directory is a DeepSpeed checkpoint (one tag)."""
     return path.is_dir() and next(path.glob("*_model_states.pt"), None) is not None
 
 
@@ -85,13 +86,13 @@ def find(directory: Path) -> Files:
     """Return the files of a checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, or the checkpoint is of a kind that is not read.
+        CheckpointError: a file is missing, or the kind of checkpoint is not supported.
     """
     names = sorted(path.name for path in directory.iterdir())
     ranks: dict[int, RankFiles] = defaultdict(RankFiles)
     layers: dict[tuple[int, int], Path] = {}
     universal = directory / "zero"
-    if universal.is_dir():  # such a copy may have the model's file twice: stage 3 looks for another name
+    if universal.is_dir():  # may have the model file twice: stage 3 expects another name
         names = [name for name in names if re.sub(r"^zero_pp_rank_\d+_", "", name) not in {*names} - {name}]
     for name in names:
         path = directory / name
@@ -146,7 +147,7 @@ def _check_all_there(directory: Path, ranks: Mapping[int, RankFiles]) -> None:
 
 
 def missing(path: Path, like: Path) -> CheckpointError:
-    """Return the error for a file that another one says there must be."""
+    """Return the error for a missing file that must exist because `like` does."""
     return CheckpointError(
         f"{path} is missing: {like.name} was written beside it.",
         where=str(path.parent),

@@ -1,11 +1,11 @@
 """Finds each parameter's elements in DeepSpeed's files, as boxes of logical tensors.
 
-- Stages 1 and 2: the parameters of a group lie end to end in one flat tensor, of which each rank wrote a range.
-- Stage 3: each parameter is cut into as many equal parts as there are ranks (the last one padded); a rank wrote its
-  parts end to end, in one or more sub-groups.
-- Stage 0: whole tensors, by parameter in fp32, by group where the model is in 16 bits.
+- Stages 1 and 2: the parameters of a group are concatenated in one flat tensor; each rank wrote a range.
+- Stage 3: each parameter is split into as many equal parts as there are ranks (the last one padded); a rank
+  wrote its parts concatenated, in one or more sub-groups.
+- Stage 0: unsharded tensors, per parameter in fp32, per param group if the model is in 16 bits.
 
-States of the optimizer lie like the weights that it steps.
+Optimizer states have the same layout as the weights that the optimizer updates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from launcher.tensor.rectangles import rectangles
 
 LOOKED_AT = 8
-"""Elements of each part of a parameter that are compared."""
+"""`StoredTensor.looks_like` compares about this many elements of each part."""
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -38,7 +38,7 @@ class Part:
     Args:
         offsets, sizes: of the box.
         data: [sizes], a view of a file.
-        scale: `data` is the box times this.
+        scale: `data` is the box multiplied by this.
     """
 
     offsets: tuple[int, ...]
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass
 class StoredTensor:
-    """A logical tensor in parts."""
+    """A logical tensor, stored in parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class StoredTensor:
 
     @cached_property
     def by_offsets(self) -> dict[tuple[int, ...], Part]:
-        """Return the parts by where they begin, once all are there."""
+        """Return {offsets: part}; cached, so all parts must have been added."""
         return {part.offsets: part for part in self.parts}
 
     @cached_property
@@ -70,12 +70,14 @@ class StoredTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the parts are all of it."""
+        """Return whether the parts cover the whole tensor."""
         return sum(math.prod(part.sizes) for part in self.parts) == math.prod(self.shape)
 
     def looks_like(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has the same values, in its precision; a few of each part are compared, so that files
-        are not read whole."""
+        """Return whether a tensor has the same values, in its precision.
+
+        Only a few values of each part are compared, so that files are not read completely.
+        """
         if tuple(tensor.shape) != self.shape:
             return False
         for part in self.parts:
@@ -93,11 +95,11 @@ Place = dict[str, StoredTensor]
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Neighbouring elements of a parameter in a flat tensor.
+    """A contiguous range of a parameter in a flat tensor.
 
     Args:
-        start, stop: in the flattened parameter.
-        rank, group, at: whose flat tensor, which one, and where in it.
+        start, stop: range in the flattened parameter.
+        rank, group, at: rank that has the flat tensor, the tensor's index there, and the offset in it.
     """
 
     name: str
@@ -109,7 +111,7 @@ class FlatRange:
 
 
 def whole(tensor: Tensor) -> StoredTensor:
-    """Return a tensor as the only part of itself."""
+    """Return a stored tensor whose only part is `tensor`."""
     shape = tuple(tensor.shape)
     return StoredTensor(shape, tensor.dtype, [Part((0,) * len(shape), shape, tensor)])
 
@@ -117,12 +119,12 @@ def whole(tensor: Tensor) -> StoredTensor:
 def ranges(
     groups: Sequence[Shapes], lengths: Sequence[Sequence[int]], paddings: Sequence[Sequence[int]] | None
 ) -> Iterator[FlatRange]:
-    """Yield where parameters are at stages 1 and 2.
+    """Yield the ranges of parameters in flat tensors at stages 1 and 2.
 
     Args:
         groups: name -> shape, of each param group.
         lengths: of each group, by rank: elements of the range that the rank wrote.
-        paddings: of each group, by parameter: elements behind it that nobody uses.
+        paddings: of each group, by parameter: unused elements after it.
     """
     for number, shapes in enumerate(groups):
         ends = list(accumulate(lengths[number]))
@@ -138,12 +140,12 @@ def ranges(
 
 
 def equal_parts(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -> Iterator[FlatRange]:
-    """Yield where parameters are at stage 3.
+    """Yield the ranges of parameters in flat tensors at stage 3.
 
     Args:
-        groups: name -> shape; all of them are one sequence.
+        groups: name -> shape; all groups form one sequence.
         lengths: elements of each sub-group on a rank.
-        ranks: that wrote.
+        ranks: number of ranks that wrote.
     """
     sub_group, at = 0, 0
     for shapes in groups:
@@ -160,7 +162,7 @@ def equal_parts(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) ->
 
 
 def parts_of(flat_range: FlatRange, shape: Sequence[int], flat: Tensor) -> Iterator[Part]:
-    """Yield the boxes of a range, as views of the flat tensor that has it.
+    """Yield the boxes of a range, as views of the flat tensor that contains it.
 
     Raises:
         ValueError: the flat tensor is too short.

@@ -1,4 +1,4 @@
-"""Memory of files that torch.load has mapped: what has been read of it counts as this process's until it is let go."""
+"""Releases memory of files mapped by torch.load, which counts as this process's once it has been read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAPS = Path("/proc/self/maps")
 
 
 class MappedFiles:
-    """Finds where files are mapped in this process's memory. Only Linux tells; elsewhere no page is released."""
+    """Tracks where files are mapped in this process's memory. Linux only: elsewhere no page is released."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         names = {str(path.resolve()) for path in files}
@@ -25,15 +25,15 @@ class MappedFiles:
         self._ranges = sorted(_range(parts[0]) for parts in found if len(parts) == 6 and parts[5] in names)
 
     def let_go(self, tensor: Tensor) -> None:
-        """Give back the memory of a tensor that has been copied. It is read again where it is needed again."""
+        """Release the memory of a tensor that has been copied. It is read from disk again if needed."""
         spread = zip(tensor.shape, tensor.stride(), strict=True)
         first, elements = tensor.data_ptr(), 1 + sum((size - 1) * stride for size, stride in spread)
         last = first + elements * tensor.element_size()
         at = bisect(self._ranges, first, key=itemgetter(0)) - 1  # the last range that begins before it
         inside = at >= 0 and last <= self._ranges[at][1]
-        # whole pages: their neighbours' are not read twice
+        # whole pages only, so that the neighbouring tensors' pages are not read twice
         start, stop = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
-        if inside and start < stop and tensor.numel():  # memory of another kind would be lost
+        if inside and start < stop and tensor.numel():  # anonymous memory would lose its content
             _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
 

@@ -1,4 +1,4 @@
-"""Turns what a DeepSpeed checkpoint says of its run, tensors apart, into the form of launcher's own meta.json."""
+"""Converts the non-tensor content of a DeepSpeed checkpoint to the form of launcher's own meta.json."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ OWN = {
         "rng_states",
     ),
 }
-"""Keys of DeepSpeed's; all others are the client state of the script."""
+"""DeepSpeed's own keys; all others are the client state of the script."""
 OPTIONS = (
     *("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "maximize"),
     *("alpha", "centered", "lambd", "t0", "momentum_decay", "lr_decay", "rho", "initial_lr"),
 )
-"""Options of a param group that mean the same here."""
+"""Options of a param group that have the same meaning in launcher."""
 _OPTIMIZERS: dict[frozenset[str], tuple[str, ...]] = {
     frozenset(("exp_avg", "exp_avg_sq")): ("AdamW", "Adam"),
     frozenset(("exp_avg",)): ("Lion",),
@@ -64,12 +64,12 @@ def meta_of(
     """Return the meta of a checkpoint.
 
     Args:
-        model: what rank 0 wrote of the model.
-        optimizer: what rank 0 wrote of the optimizer, with ZeRO.
-        groups: the options of its param groups.
-        states: of each of its tensors.
-        tied: further names of parameters -> their first ones.
-        parameters: their names, by param group; (): they are not known.
+        model: content of rank 0's model file.
+        optimizer: rank 0's optimizer state, with ZeRO.
+        groups: the options of the param groups.
+        states: states of each of the optimizer's tensors.
+        tied: other name of a tied parameter -> its first name.
+        parameters: names of the parameters, by param group; (): unknown.
     """
     config = model.get("ds_config") if plain(model.get("ds_config")) else {}
     steps = int(model.get("global_steps", 0))
@@ -114,7 +114,7 @@ def meta_of(
 
 
 def types_of(states: frozenset[str], config: Mapping[str, Any]) -> list[str] | None:
-    """Return the optimizers whose state it may be; None: it has made no step, and any will do."""
+    """Return the optimizers that may have these states; None if no step was made, so that any fits."""
     if not states:
         return None
     section = config.get("optimizer")
@@ -125,7 +125,7 @@ def types_of(states: frozenset[str], config: Mapping[str, Any]) -> list[str] | N
 
 
 def _accumulation(config: Mapping[str, Any], model: Mapping[str, Any]) -> int:
-    """Return the microbatches of a step."""
+    """Return the number of microbatches per step."""
     said = config.get("gradient_accumulation_steps")
     if isinstance(said, int):
         return said
@@ -136,7 +136,7 @@ def _accumulation(config: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 
 
 def _loss_scale(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of launcher's loss scale."""
+    """Return the state of launcher's loss scaler."""
     scaler = state.get("loss_scaler")
     said = dict(vars(scaler)) if isinstance(scaler, StandIn) else dict(state)
     return {

@@ -1,4 +1,4 @@
-"""The files of one of DeepSpeed's checkpoints, opened: what each rank wrote, and whether they belong together."""
+"""Opens a DeepSpeed checkpoint's files of one model-parallel rank, and checks that they belong together."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ States = dict[Any, dict[str, Any]]
 
 
 class OpenedFiles:
-    """The content of one model-parallel rank's files. Tensors stay on the disk.
+    """The content of one model-parallel rank's files. Tensors stay on disk.
 
     Attributes:
-        models: data-parallel rank -> what it wrote of the model.
-        optimizers: data-parallel rank -> its part of the optimizer's state; {} without ZeRO.
-        experts: of its layers of experts.
-        module: its state dict, with the experts; at stage 3 parameters are empty there. The rank of a PipelineModule
-            wrote none: `pipeline.py` puts it together.
+        models: data-parallel rank -> content of its model file.
+        optimizers: data-parallel rank -> its part of the optimizer state; {} without ZeRO.
+        experts: content of the expert files.
+        module: state dict, including the experts; at stage 3 its parameters are empty. The ranks of a
+            PipelineModule wrote none: `pipeline.py` assembles it.
 
     Raises:
         CheckpointError: a file is damaged, missing, or of another run or save.
@@ -47,29 +47,34 @@ class OpenedFiles:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return what rank 0 wrote of the model."""
+        """Return the content of rank 0's model file."""
         return self.models[0]
 
     @property
     def directory(self) -> Path:
-        """Return where the files are."""
+        """Return the directory of the files."""
         return self.files.model[0].parent
 
     @property
     def is_stage_3(self) -> bool:
-        """Return whether each rank has a part of every parameter."""
+        """Return whether each rank has a shard of every parameter."""
         return bool(self.optimizers) and "fp32_flat_groups" in self.optimizers[0]
 
     @property
     def groups(self) -> list[Shapes]:
-        """Return name -> shape of the trained parameters, by param group, at stage 3 by sub-group; [] at stage 0, which
-        does not write them. Experts are those of rank 0, under its numbers."""
+        """Return {name: shape} of the trained parameters per param group, or per sub-group at stage 3.
+
+        [] at stage 0, which does not write them. The experts are rank 0's, under its local indices.
+        """
         return [dict(group) for group in self.model.get("param_shapes") or ()]
 
     @property
     def group_names(self) -> list[list[str]]:
-        """Return the names of the trained parameters, by param group. At stage 3 `param_shapes` is by sub-group, of
-        which a param group has several, by their numbers in the inner optimizer."""
+        """Return the names of the trained parameters, by param group.
+
+        At stage 3 `param_shapes` is per sub-group; a param group lists the indices of its sub-groups in the
+        inner optimizer.
+        """
         names = [list(group) for group in self.groups]
         if not self.is_stage_3:
             return names
@@ -78,7 +83,7 @@ class OpenedFiles:
 
     @cached_property
     def tied(self) -> dict[str, str]:
-        """Return further names of parameters -> their first ones. Stage 0 does not write them; memory says it."""
+        """Return {other name: first name} of tied parameters; at stage 0 only shared memory reveals them."""
         tied, first = plain_dict(self.model.get("shared_params")), dict[int, str]()
         for name, tensor in self.module.items():
             if tensor.numel() and first.setdefault(tensor.data_ptr(), name) != name:
@@ -92,13 +97,15 @@ class OpenedFiles:
 
     @property
     def parameters(self) -> list[str]:
-        """Return the names of the parameters, each tied one once, in the order of the model."""
+        """Return the names of the parameters in model order, each tied one once."""
         skipped = {*self.buffers, *self.tied}
         return [name for name in self.module if name not in skipped]
 
     def sharers(self, group: int) -> list[tuple[Shapes, list[int]]]:
-        """Return (name -> shape of parameters, the data-parallel ranks that share them) of a param group at stages 1
-        and 2: all ranks share what they all have, and some of them an expert."""
+        """Return (shapes of parameters, data-parallel ranks that shard them) of a group at stages 1 and 2.
+
+        All ranks shard the parameters that they all have; only some of them shard an expert.
+        """
         ranks, count = sorted(self.optimizers), self.optimizers[0].get("partition_count")
         holders = count[group] if isinstance(count, list | tuple) else len(ranks)
         degree = len(ranks) // holders
@@ -108,12 +115,12 @@ class OpenedFiles:
         ]
 
     def base_state(self, rank: int) -> tuple[States, list[dict[str, Any]]]:
-        """Return (number of a rank's flat tensor -> its states, the options of the param groups)."""
+        """Return ({index of a rank's flat tensor: its states}, options of the param groups)."""
         state = self.optimizers[rank]
         base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
         if isinstance(
             base, list
-        ):  # "elastic_checkpoint": the states alone, whose groups keep the run's options
+        ):  # "elastic_checkpoint" saves only the states; the param groups keep the run's options
             return dict(enumerate(base)), [{} for _ in base]
         if not isinstance(base, dict) or "state" not in base:
             raise wrong(self.files.optimizer[rank], "has no state of the optimizer that launcher knows")
@@ -126,7 +133,7 @@ class OpenedFiles:
         return state
 
     def _check_experts(self) -> None:
-        """Check that there is a file of each expert, and that it is of a kind that is read."""
+        """Check that every expert has a file, and that the kind of expert is supported."""
         if self.model.get("ds_autoep_layers"):
             raise unread(self.directory, "experts that AutoEP spread")
         for layer, count in enumerate(self.model.get("num_experts") or () if self.files.experts else ()):
@@ -136,7 +143,7 @@ class OpenedFiles:
                     raise missing(self.directory / name, self.files.model[0])
 
     def _check_ranks(self) -> None:
-        """Check that there is a file of each rank that wrote, and that all are of one save."""
+        """Check that the file of every rank exists, and that all are of the same save."""
         count = self.optimizers[0].get("partition_count")
         ranks = max(count) if isinstance(count, list | tuple) else int(count or 1)
         for found in (self.files.optimizer, self.files.model if self.is_stage_3 else self.files.optimizer):
@@ -165,10 +172,10 @@ def wrong(path: Path, what: str) -> CheckpointError:
 
 
 def plain_dict(value: Any) -> dict[str, Any]:
-    """Return a dict, of pairs too; {} of None."""
+    """Convert a dict, or pairs, to a dict; None to {}."""
     return dict(value) if value else {}
 
 
 def step_of(states: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the count of steps of a group; DeepSpeed's FusedAdam counts in one of its parameters only."""
+    """Return the step count of a group; DeepSpeed's FusedAdam stores it in only one of its parameters."""
     return max((int(state["step"]) for state in states if "step" in state), default=None)

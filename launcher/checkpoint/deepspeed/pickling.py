@@ -1,4 +1,4 @@
-"""Files with objects of DeepSpeed's in them, written without DeepSpeed: a pickle names a class, and no more."""
+"""Writes files that contain DeepSpeed objects without importing DeepSpeed: a pickle only names the class."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
 def _named(module: str, name: str, attributes: dict[str, Any]) -> Any:
-    """Return an object of a class that is not here.
+    """Return an object of a class that cannot be imported.
 
     Args:
-        module, name: of the class.
-        attributes: of the object.
+        module, name: module and name of the class.
+        attributes: attributes of the object.
     """
     kind = type(name, (), {"__module__": module})
     made = kind()
@@ -28,7 +28,7 @@ def _named(module: str, name: str, attributes: dict[str, Any]) -> Any:
 
 
 class _Pickler(pickle._Pickler):
-    """Writes classes of DeepSpeed's by their names, which the one of C does only for classes that are here."""
+    """Pickles DeepSpeed's classes by name; the C pickler does this only for classes that can be imported."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if getattr(obj, "__module__", "").partition(".")[0] != "deepspeed":
@@ -39,7 +39,7 @@ class _Pickler(pickle._Pickler):
 
 
 def save(content: Any, path: Path) -> None:
-    """Write a file as torch.save does; it gets its name when it is complete."""
+    """Write a file as torch.save does; it gets its final name when it is complete."""
     module = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
     with temporary_file(path) as unfinished, DurableFile(unfinished) as file:
         torch.save(content, file, pickle_module=module)
@@ -47,16 +47,16 @@ def save(content: Any, path: Path) -> None:
 
 
 def fragment(start: int, count: int) -> Any:
-    """Return DeepSpeed's object for the place of a parameter in a flat tensor, in elements."""
+    """Return DeepSpeed's object for the location of a parameter in a flat tensor, in elements."""
     return _named("deepspeed.utils.tensor_fragment", "fragment_address", {"start": start, "numel": count})
 
 
 def loss_scaler(state: dict[str, Any], fp16: dict[str, Any]) -> Any:
-    """Return DeepSpeed's object for a loss scale.
+    """Return DeepSpeed's loss scaler.
 
     Args:
-        state: of launcher's.
-        fp16: the section of the JSON.
+        state: state of launcher's loss scaler.
+        fp16: the `fp16` section of the JSON config.
     """
     if not state["dynamic"]:
         return _named(_SCALERS, "LossScaler", {"cur_scale": state["scale"], "dynamic": False})

@@ -1,6 +1,6 @@
-"""The weights of a PipelineModule: DeepSpeed writes them by layer, and the optimizer's state by stage.
+"""Reads the weights of a PipelineModule: DeepSpeed writes them per layer, and the optimizer state per stage.
 
-A tied module has a name of its own there, `tied_modules.KEY`; here it has that of its first layer.
+DeepSpeed names a tied module `tied_modules.KEY`; launcher names it after its first layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TIED = "tied_modules."
 
 
 class Layers:
-    """The content of the files of layers.
+    """The content of the layer files.
 
     Args:
         files: (layer, tensor-parallel rank) -> file.
@@ -34,13 +34,13 @@ class Layers:
             named |= {f"{layer}.{name}": tensor for name, tensor in load(path).items()}
 
     def module_of(self, opened: OpenedFiles, rank: int) -> dict[str, Tensor]:
-        """Return the state dict of a stage; call it for one stage after the other.
+        """Return the state dict of a stage; call it for the stages in order.
 
         Args:
-            rank: of its tensor parallelism.
+            rank: tensor-parallel rank.
 
         Raises:
-            CheckpointError: the layers are not those of the stage.
+            CheckpointError: the layers do not match the stage.
         """
         named = self._named[rank]
         if not opened.groups:
@@ -50,13 +50,13 @@ class Layers:
         return {name: named[name] for name in wanted if name in named}
 
     def rename_ties(self, stored: Place, rank: int) -> None:
-        """Give the tied tensors of a stage the names of their first layers, which are those with the same values.
+        """Rename the tied tensors of a stage after their first layers, which are identified by equal values.
 
         Args:
-            rank: of its tensor parallelism.
+            rank: tensor-parallel rank.
 
         Raises:
-            CheckpointError: no layer has them.
+            CheckpointError: no layer has the same values.
         """
         tied: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
         for name in [name for name in stored if name.startswith(f"model/{TIED}")]:
@@ -84,7 +84,7 @@ class Layers:
         return None
 
     def _next(self, opened: OpenedFiles, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Take as many layers as the stage's optimizer has states for: at stage 0 nothing else says which it has."""
+        """Take as many layers as the stage's optimizer has states for: ZeRO stage 0 has no other record."""
         state = plain_dict(opened.model.get("optimizer"))
         base = state.get("optimizer_state_dict", state)
         flats, buffers = state.get("fp32_groups_flat"), set(opened.buffers)
@@ -110,7 +110,7 @@ class Layers:
 
 
 def _has_twins(named: Mapping[str, Tensor]) -> bool:
-    """Return whether two layers have the same weights: they are tied, and the order of the states is not known."""
+    """Return whether two layers have equal weights: if so, they are tied, and the state order is unknown."""
     matrices = [tensor for tensor in named.values() if tensor.dim() > 1]
     return any(
         one.shape == other.shape and one.equal(other)
@@ -123,7 +123,7 @@ def stages_and_splits(ranks: Sequence[OpenedFiles], files: Mapping[tuple[int, in
     """Return (pipeline stages, tensor-parallel ranks); model-parallel rank = stage x tensor-parallel ranks + rank.
 
     Raises:
-        CheckpointError: there are not so many ranks.
+        CheckpointError: the number of ranks does not match.
     """
     said = plain_dict(ranks[0].model.get("checkpoint_parallel_dimensions"))
     splits = said.get("tp_degree") or (1 + max(rank for _, rank in files) if files else len(ranks))

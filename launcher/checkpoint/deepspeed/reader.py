@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's view of a checkpoint of DeepSpeed's."""
+"""Reads a DeepSpeed checkpoint through torch.distributed.checkpoint's storage interface."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from launcher.errors import CheckpointError
 
 
 def metadata_of(directory: Path) -> Metadata:
-    """Return what a checkpoint of DeepSpeed's holds: names, shapes, dtypes, and its boxes."""
+    """Return the metadata of a DeepSpeed checkpoint: names, shapes, dtypes, and boxes."""
     return open_content(directory).metadata
 
 
 def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
-    """Compare the bytes of the files, or of this share of them, with the checksums that torch.save wrote.
+    """Verify torch.save's checksums of all files, or of share number `share` out of `shares`.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: a file is damaged.
     """
     mine = find(directory).all[share::shares]
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
@@ -36,7 +36,7 @@ def check_bytes(directory: Path, share: int = 0, shares: int = 1) -> None:
 
 def _check_file(path: Path) -> None:
     if not zipfile.is_zipfile(path):
-        return  # of a torch before 1.6: it has no checksums
+        return  # written by torch before 1.6, without checksums
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -46,7 +46,7 @@ def _check_file(path: Path) -> None:
         EOFError,
         NotImplementedError,
         ValueError,
-    ) as error:  # a changed header says anything
+    ) as error:  # a corrupted header can cause any of these
         damaged = str(error)
     if damaged:
         raise CheckpointError(
@@ -57,13 +57,13 @@ def _check_file(path: Path) -> None:
 
 
 class DeepSpeedReader(StorageReader):
-    """Reads boxes of logical tensors out of DeepSpeed's files."""
+    """Reads boxes of logical tensors from DeepSpeed's files."""
 
     def __init__(self, directory: Path) -> None:
         self._content: Content = open_content(directory)
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between loads."""
+        """Do nothing: there is no state between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._content.metadata
@@ -71,7 +71,7 @@ class DeepSpeedReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing has to be set up."""
+        """Do nothing: there is no setup."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

@@ -1,4 +1,4 @@
-"""Weights and states of stages 1 to 3: every rank has a part."""
+"""Reads the weights and optimizer states of stages 1 to 3, of which every rank has a shard."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sharded(opened: OpenedFiles) -> Place:
             put(f"optimizer/{state}", flats)
     of_groups = step_of(
         opened.base_state(0)[1]
-    )  # the FusedAdam of older DeepSpeeds counts in its param groups only
+    )  # FusedAdam of older DeepSpeed versions counts steps in its param groups only
     steps = [of_groups if (own := step_of([group])) is None else own for group in states[0]]
     for one in found:
         if one.group < len(steps) and (step := steps[one.group]) is not None:
@@ -65,7 +65,7 @@ def sharded(opened: OpenedFiles) -> Place:
 def _ranges(
     opened: OpenedFiles, group: int, shapes: Shapes, ranks: list[int], masters: list[list[Tensor]]
 ) -> list[FlatRange]:
-    """Return where the parameters of a group are that these ranks share."""
+    """Return the ranges of the parameters in `shapes`, which these ranks shard."""
     paddings = opened.optimizers[0].get("param_alignment_paddings")
     lengths = [masters[rank][group].numel() for rank in ranks]
     found = ranges([shapes], [lengths], None if paddings is None else [paddings[group]])
@@ -73,7 +73,7 @@ def _ranges(
 
 
 def frozen(opened: OpenedFiles) -> Place:
-    """Return frozen parameters; at stage 3 each rank has an equal part of them."""
+    """Return the frozen parameters; at stage 3 each rank has an equal part of each."""
     stored: Place = {}
     shapes = {
         name: tuple(shape) for name, shape in plain_dict(opened.model.get("frozen_param_shapes")).items()
@@ -81,7 +81,7 @@ def frozen(opened: OpenedFiles) -> Place:
     parts = [plain_dict(opened.models[rank].get("frozen_param_fragments")) for rank in sorted(opened.models)]
     for name, shape in shapes.items():
         if any(name not in fragments for fragments in parts):
-            continue  # left out on purpose, or the check of what is whole tells it
+            continue  # excluded on purpose, or reported by the check for incomplete tensors
         if tuple(parts[0][name].shape) == shape and len(parts) == 1:
             stored[f"model/{name}"] = whole(parts[0][name])
             continue
@@ -100,10 +100,10 @@ def place(
     shapes: Mapping[str, tuple[int, ...]],
     flat_of: Callable[[FlatRange], Tensor],
 ) -> None:
-    """Put ranges of flat tensors into logical ones.
+    """Add ranges of flat tensors to the logical tensors in `stored`.
 
     Args:
-        files: rank -> where its flat tensors are from.
+        files: rank -> file of its flat tensors, for error messages.
 
     Raises:
         CheckpointError: a flat tensor is too short.
@@ -119,5 +119,5 @@ def place(
 
 
 def is_flat(value: object) -> bool:
-    """Return whether a state is that of a flat tensor."""
+    """Return whether a state belongs to a flat tensor."""
     return isinstance(value, Tensor) and value.dim() == 1

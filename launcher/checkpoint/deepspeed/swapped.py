@@ -1,8 +1,10 @@
-"""Optimizer state that a run of DeepSpeed's kept on NVMe: its checkpoints have copies of the swap files, which hold raw
-fp32 elements of the flat tensors that are empty in the pickles.
+"""Reads optimizer state that a DeepSpeed run offloaded to NVMe.
+
+The checkpoints of such a run have copies of the swap files, which hold the raw fp32 elements of the flat
+tensors that are empty in the pickles.
 
 A file is named FIRST_LAST.tensor.swp, or STATE-FIRST_LAST.tensor.swp, by the ids that the first and the last parameter
-of a sub-group had in that process. Ids count the parameters of the model in its order, from a number that nothing says.
+of a sub-group had in that process. Ids number the model's parameters in order; the first id is not recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class SwapFiles:
     """The swap files of a checkpoint at stage 3.
 
     Args:
-        opened: with sub-groups whose flat tensors may be empty.
+        opened: files with sub-groups whose flat tensors may be empty.
     """
 
     def __init__(self, opened: OpenedFiles) -> None:
@@ -39,13 +41,13 @@ class SwapFiles:
         ]
 
     def filled(self, rank: int, flats: Sequence[Tensor], prefix: str = "") -> list[Tensor]:
-        """Return a rank's flat tensors, with what was swapped in place of the empty ones.
+        """Return a rank's flat tensors, with the empty ones replaced by the content of their swap files.
 
         Args:
-            prefix: of the files of a state: its name and "-".
+            prefix: prefix of the files of a state: its name and "-".
 
         Raises:
-            CheckpointError: the files are not those of these sub-groups, or of several runs.
+            CheckpointError: the files do not match these sub-groups, or are of several runs.
         """
         wanted = [n for n, flat in enumerate(flats) if not flat.numel() and self._lengths[n]]
         if not wanted:
@@ -64,7 +66,7 @@ class SwapFiles:
         return found
 
     def _first_id(self, folder: Path, wanted: Sequence[int]) -> int:
-        """Return the id of the model's first parameter, which gives each wanted sub-group a file."""
+        """Return the id of the model's first parameter, the one that gives every wanted sub-group a file."""
         there = {(int(m[1]), int(m[2])) for path in folder.glob("*.swp") if (m := _NAME.fullmatch(path.name))}
         low, high = self._ids[wanted[0]]
         possible = [

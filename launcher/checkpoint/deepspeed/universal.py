@@ -1,4 +1,4 @@
-"""DeepSpeed's universal layout, which `ds_to_universal` makes: each parameter has a directory of its whole states."""
+"""Reads DeepSpeed's universal layout (`ds_to_universal`): a directory of unsharded states per parameter."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def universal(directory: Path, shapes: Shapes) -> tuple[Place, dict[str, Any], S
     parameter; options of the param groups).
 
     Args:
-        directory: `zero` of the checkpoint.
-        shapes: name -> shape of the parameters; what was converted from stage 3 is flat.
+        directory: the checkpoint's `zero` directory.
+        shapes: name -> shape of the parameters, as tensors that were converted from stage 3 are flat.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -57,7 +57,7 @@ def universal(directory: Path, shapes: Shapes) -> tuple[Place, dict[str, Any], S
 
 
 def _count_of_steps(rest: dict[str, Any]) -> int | None:
-    """Return the count of steps where the parameters have none: what is made of stage 3 has it here."""
+    """Return the step count in `rest`, where checkpoints converted from stage 3 store it; None if absent."""
     inner = rest.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
     groups = [group for group in rest.get("param_groups") or () if isinstance(group, dict)]
@@ -65,7 +65,7 @@ def _count_of_steps(rest: dict[str, Any]) -> int | None:
 
 
 def _check_files(folder: Path, found: Mapping[str, Path], known: set[str]) -> None:
-    """Check that a parameter has its weights, and all states that others have or, without a gradient, none."""
+    """Check that a parameter has weights, and all states that others have or, without a gradient, none."""
     lacking = {WEIGHTS} - {*found} or (known - {*found} if len(found) > 1 else set())
     if lacking:
         names = ", ".join(f"{state}.pt" for state in sorted(lacking))
@@ -77,7 +77,7 @@ def _check_files(folder: Path, found: Mapping[str, Path], known: set[str]) -> No
 
 
 def _shaped(tensor: Tensor, shape: Sequence[int], path: Path) -> Tensor:
-    """Return a tensor in its shape; what was converted from stage 3 is flat."""
+    """Return a tensor in the parameter's shape; a tensor that was converted from stage 3 is flat."""
     if tuple(tensor.shape) != tuple(shape) and not (tensor.dim() == 1 and tensor.numel() == math.prod(shape)):
         raise wrong(path, f"has the shape {list(tensor.shape)}, and the parameter {list(shape)}")
     return tensor.view(tuple(shape))

@@ -1,7 +1,7 @@
-"""Reading DeepSpeed's files without running code from them, and without DeepSpeed.
+"""Reads DeepSpeed's files without running code from them, and without DeepSpeed.
 
-They are pickles of torch.save. Tensors and plain values are read; objects of DeepSpeed's become inert stand-ins, which
-hold what the file says of them. Any other class is refused by its name.
+The files are pickles of torch.save. Tensors and plain values are read; DeepSpeed's objects become inert
+stand-ins that hold their pickled arguments and attributes. Any other class is refused, with its name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNKNOWN = re.compile(
 
 
 class StandIn:
-    """An object of DeepSpeed's: what it was made with, and its attributes."""
+    """Stand-in for a DeepSpeed object: holds its constructor arguments and attributes."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -47,13 +47,13 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def load_any(path: Path, inert: str = "(?!)") -> Any:
-    """Return the content of a file; its tensors stay on the disk until they are read.
+    """Return the content of a file; its tensors stay on disk until they are read.
 
     Args:
-        inert: pattern of the names of classes whose objects become stand-ins, beside DeepSpeed's.
+        inert: pattern of the names of classes whose objects become stand-ins, in addition to DeepSpeed's.
 
     Raises:
-        CheckpointError: the file is damaged, or names a class that no such file needs.
+        CheckpointError: the file is damaged, or contains an object of an unexpected class.
     """
     names = list(_CLASSES)
     while True:
@@ -80,7 +80,7 @@ def load_any(path: Path, inert: str = "(?!)") -> Any:
 
 
 def _unknown(error: Exception) -> str | None:
-    """Return the name of the class that stopped the unpickler."""
+    """Return the name of the class that the unpickler refused."""
     found = _UNKNOWN.search(str(error))
     return next(filter(None, found.groups())).rstrip(".,") if found else None
 
@@ -101,7 +101,7 @@ def _refused(path: Path, name: str | None, error: Exception) -> CheckpointError:
 
 
 def plain(value: Any) -> bool:
-    """Return whether a value is made of numbers, texts and containers: what a meta can hold."""
+    """Return whether a value consists of numbers, strings and containers, which a meta can hold."""
     if isinstance(value, dict):
         return all(plain(key) and plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):

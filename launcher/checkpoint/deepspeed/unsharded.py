@@ -1,4 +1,4 @@
-"""States of stage 0, where DeepSpeed saves the optimizer as it is: by parameter in fp32, flat in 16 bits."""
+"""Reads the optimizer state of stage 0, which is not sharded: per parameter in fp32, flat in 16 bits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from launcher.errors import CheckpointError
 
 
 def unsharded(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]:
-    """Return (states and step counts, and master weights of 16 bits; the states as they are; options of the groups).
+    """Return (states, step counts and 16-bit models' master weights; states as stored; param group options).
 
-    The file does not say which parameters are in which group. With one group they are those of the model, in its order;
-    anything else is refused.
+    The file does not record which parameters are in which group. A single group contains the model's
+    parameters in their order; anything else is refused.
     """
     state = opened.model.get("optimizer")
     if not isinstance(state, dict):
@@ -55,13 +55,16 @@ def unsharded(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]
 
 
 def of_experts(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]]:
-    """Return the same of a model with layers of experts. Each expert-parallel rank wrote a file: the states of what all
-    ranks have, and behind them those of its own experts."""
+    """Return the same as `unsharded` for a model with expert layers.
+
+    Each expert-parallel rank wrote a file: the states of the parameters that all ranks have, followed by
+    those of its own experts.
+    """
     stored: Place = {}
     states, groups = {}, []
     files = opened.files.whole_optimizer
     shared = [name for name in opened.parameters if name not in opened.experts.named]
-    for rank, path in sorted(files.items(), reverse=True):  # what all have is that of rank 0
+    for rank, path in sorted(files.items(), reverse=True):  # rank 0 last: its shared states are used
         base = load(path).get("optimizer")
         if not isinstance(base, dict) or "state" not in base:
             raise wrong(path, "has no state of the optimizer that launcher knows")
@@ -79,7 +82,7 @@ def of_experts(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]
 def _by_parameter(
     opened: OpenedFiles, stored: Place, base: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Put the states of an optimizer that has one for each parameter; return name -> number in it."""
+    """Add the states of a per-parameter optimizer to `stored`; return {name: index in the optimizer}."""
     places = [number for group in base["param_groups"] for number in group["params"]]
     _check_one_group(opened, len(places) == len(names))
     numbers = dict(zip(names, places, strict=True))
@@ -99,7 +102,7 @@ def _named(groups: list[dict[str, Any]], numbers: Mapping[str, Any]) -> list[dic
 
 
 def _count(stored: Place, base: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
-    """Put the count of steps of every parameter that has states."""
+    """Add the step count of every parameter with states to `stored`."""
     step = step_of([*base["state"].values(), *base["param_groups"]])
     for name, number in numbers.items():
         if step is not None and number in base["state"]:

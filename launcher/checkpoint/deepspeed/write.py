@@ -1,6 +1,6 @@
-"""Launcher's checkpoints, written as DeepSpeed lays them out: for its engine, `zero_to_fp32.py` and `ds_to_universal`.
+"""Writes checkpoints in DeepSpeed's layout, for its engine, `zero_to_fp32.py` and `ds_to_universal`.
 
-One file is in memory at a time. Where parameters lie in it is said by `layout.py`, as for reading.
+One file is in memory at a time. `layout.py` computes the locations of parameters in it, as for reading.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from launcher.errors import CheckpointError
 logger = logging.getLogger("launcher")
 
 VERSION = "0.19.8"
-"""Of the DeepSpeed whose layout this is."""
+"""Version of DeepSpeed whose layout is written."""
 UNIVERSAL_VERSION = 0.4
 MODEL_FILE = "mp_rank_00_model_states.pt"
 ALIGNMENT = 2
-"""The flat tensor of a group has a multiple of this many elements for each rank at stages 1 and 2."""
+"""At stages 1 and 2, the number of elements per rank in the flat tensor of a group is a multiple of this."""
 AT_ONCE = 1 << 30
-"""Bytes of whole tensors that are in memory together."""
+"""Maximum bytes of unsharded tensors in memory."""
 
 
 def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> Path:
-    """Write the files of a run at a ZeRO stage on so many ranks, and `latest`; return the directory of the tag.
+    """Write the files of a run at ZeRO `stage` on `ranks` ranks, and `latest`; return the tag's directory.
 
     Raises:
-        CheckpointError: DeepSpeed has no such files for it.
+        CheckpointError: the checkpoint cannot be written in this layout.
     """
     _check_can_resume(stored)
     if not stage and stored.dtype != torch.float32:
@@ -70,8 +70,11 @@ def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> 
 
 
 def write_universal(stored: SourceCheckpoint, out: Path) -> Path:
-    """Write the universal layout, which DeepSpeed loads at stages 1 to 3 on any number of ranks, where its JSON has
-    `"checkpoint": {"load_universal": true}`; return the directory of the tag."""
+    """Write the universal layout; return the directory of the tag.
+
+    DeepSpeed loads it at stages 1 to 3 on any number of ranks, if its JSON config has
+    `"checkpoint": {"load_universal": true}`.
+    """
     _check_can_resume(stored)
     _check_names(stored)
     groups = _options(stored)
@@ -79,7 +82,7 @@ def write_universal(stored: SourceCheckpoint, out: Path) -> Path:
     rest = {"param_groups": groups, "optimizer_state_dict": {"state": counts, "param_groups": groups}}
     with new_directory(out, stored.tag, UNIVERSAL_FILE, LATEST_FILE) as directory:
         save(_model_state(stored, 2, 0, 1), directory / MODEL_FILE)
-        # At stage 3 DeepSpeed looks for another name of the file.
+        # At stage 3 DeepSpeed expects another name for the file.
         os.link(directory / MODEL_FILE, directory / f"zero_pp_rank_0_{MODEL_FILE}")
         for name, states in stored.whole_states(AT_ONCE):
             folder = directory / "zero" / name
@@ -94,11 +97,11 @@ def write_universal(stored: SourceCheckpoint, out: Path) -> Path:
 
 @contextmanager
 def new_directory(out: Path, tag: str, *latest: str) -> Iterator[Path]:
-    """Make a directory that gets its name when it is complete; then the files of `latest` name it."""
+    """Yield a directory that gets its final name when complete; then write `tag` to the `latest` files."""
     directory, unfinished = out / tag, out / f"{TMP}{tag}.{os.getpid()}"
     if directory.exists():
         raise there_already(directory)
-    for left in out.glob(f"{TMP}{tag}.*"):  # by exports that were killed
+    for left in out.glob(f"{TMP}{tag}.*"):  # left by killed exports
         if not (left.suffix[1:].isdigit() and psutil.pid_exists(int(left.suffix[1:]))):
             shutil.rmtree(left, ignore_errors=True)
     try:
@@ -111,7 +114,7 @@ def new_directory(out: Path, tag: str, *latest: str) -> Iterator[Path]:
             if (out / name).is_file() and (before := (out / name).read_text().strip()) != tag:
                 logger.warning("%s names %s now; it named %s", out / name, tag, before)
             (out / name).write_text(tag)
-    except (OSError, RuntimeError) as error:  # torch.save tells a full disk as the latter
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise CheckpointError(
             f"{directory} cannot be written: {reason}.",
@@ -123,8 +126,10 @@ def new_directory(out: Path, tag: str, *latest: str) -> Iterator[Path]:
 
 
 def _check_can_resume(stored: SourceCheckpoint) -> None:
-    """Check that there is an optimizer's state, and that no key of the script's is one of DeepSpeed's, which has both
-    in one dict."""
+    """Check that there is an optimizer state, and that no client state key is one of DeepSpeed's own.
+
+    DeepSpeed stores both in one dict.
+    """
     if not stored.options:
         raise CheckpointError(
             f"{stored.path} has weights, and no state of an optimizer: DeepSpeed cannot resume from it.",
@@ -140,7 +145,7 @@ def _check_can_resume(stored: SourceCheckpoint) -> None:
 
 
 def _check_names(stored: SourceCheckpoint) -> None:
-    """Check that the names of parameters can name directories."""
+    """Check that the names of parameters are valid directory names."""
     if odd := [name for name in stored.shapes if Path(name).name != name or name in (".", "..")]:
         raise CheckpointError(
             f"The universal layout has a directory for each parameter, and {odd[0]!r} cannot name one.",
@@ -149,7 +154,7 @@ def _check_names(stored: SourceCheckpoint) -> None:
         )
 
 
-# ---- the model's file ---------------------------------------------------------------------------
+# ---- model file ---------------------------------------------------------------------------------
 
 
 def _model_state(stored: SourceCheckpoint, stage: int, rank: int, ranks: int) -> dict[str, Any]:
@@ -196,7 +201,7 @@ def _model_state(stored: SourceCheckpoint, stage: int, rank: int, ranks: int) ->
 
 
 def _config(stored: SourceCheckpoint, stage: int) -> dict[str, Any]:
-    """Return the JSON of the run, at the stage whose files these are."""
+    """Return the JSON config of the run, with the ZeRO stage of the files."""
     zero = stored.config.get("zero_optimization")
     return {
         **stored.config,
@@ -207,7 +212,7 @@ def _config(stored: SourceCheckpoint, stage: int) -> dict[str, Any]:
 def _fragments(
     stored: SourceCheckpoint, module: Mapping[str, Tensor], frozen: Shapes, rank: int, ranks: int
 ) -> dict[str, Tensor]:
-    """Return a rank's equal parts of the frozen parameters; the last ones are filled up with zeros."""
+    """Return a rank's equal parts of the frozen parameters; the last ones are padded with zeros."""
     made = {
         n: torch.zeros(-(-math.prod(shape) // ranks), dtype=module[n].dtype) for n, shape in frozen.items()
     }
@@ -216,11 +221,11 @@ def _fragments(
     return made
 
 
-# ---- the optimizer's ----------------------------------------------------------------------------
+# ---- optimizer files ----------------------------------------------------------------------------
 
 
 def _of_optimizer(stored: SourceCheckpoint) -> dict[str, Any]:
-    """Return what DeepSpeed's optimizers save beside tensors."""
+    """Return the values that DeepSpeed's optimizers save in addition to tensors."""
     scale = stored.meta["loss_scale"]
     return {
         "loss_scaler": loss_scaler(scale, dict(stored.config.get("fp16") or {})),
@@ -232,18 +237,18 @@ def _of_optimizer(stored: SourceCheckpoint) -> dict[str, Any]:
 
 
 def _options(stored: SourceCheckpoint) -> list[dict[str, Any]]:
-    """Return the options of the param groups, with those that DeepSpeed's Adam asks for."""
+    """Return the options of the param groups, including those that DeepSpeed's Adam requires."""
     return [{"bias_correction": True, **group} for group in stored.options]
 
 
 def _step(stored: SourceCheckpoint, names: list[str]) -> float:
-    """Return the count of steps of a group. DeepSpeed has one count for all of it."""
+    """Return the step count of a group; DeepSpeed has one count per group."""
     return max((stored.steps.get(name, 0.0) for name in names), default=0.0)
 
 
 @dataclass(frozen=True)
 class _Flats:
-    """The flat tensors of one rank: where parameters lie, and the number of elements of each of them."""
+    """The layout of one rank's flat tensors: the ranges of parameters, and the length of each tensor."""
 
     found: list[FlatRange]
     lengths: list[int]
@@ -303,7 +308,7 @@ def _flat_state(stored: SourceCheckpoint, place: _Flats) -> tuple[list[Tensor], 
 
 
 def _padding(place: _Flats, ranks: int, stored: SourceCheckpoint, number: int) -> int:
-    """Return how many elements the range of a rank lacks of the equal ones that DeepSpeed holds."""
+    """Return by how many elements a rank's range is shorter than the equal ranges that DeepSpeed uses."""
     count = sum(math.prod(stored.shapes[name]) for name in stored.groups[number])
     return -(-count // (ALIGNMENT * ranks)) * ALIGNMENT - place.lengths[number]
 
@@ -313,7 +318,7 @@ def _mapping(place: _Flats, number: int) -> dict[str, Any]:
 
 
 def _whole_optimizer(stored: SourceCheckpoint) -> dict[str, Any] | None:
-    """Return the optimizer's state as stage 0 saves it: by parameter, numbered over all groups."""
+    """Return the optimizer state as stage 0 saves it: per parameter, numbered across all groups."""
     if not stored.groups:
         return None
     numbers = {name: number for number, name in enumerate(name for names in stored.groups for name in names)}
@@ -333,7 +338,7 @@ def _whole_optimizer(stored: SourceCheckpoint) -> dict[str, Any] | None:
 
 
 def _slices(kind: str, found: Any, shapes: Shapes, flat_of: Any) -> dict[str, FlatSlice]:
-    """Return the ranges of flat tensors as what a checkpoint loads into."""
+    """Return the ranges of flat tensors as slices that a checkpoint is loaded into."""
 
     def made() -> Iterator[tuple[str, FlatSlice]]:
         for one in found:

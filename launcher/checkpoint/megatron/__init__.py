@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-Core (`torch_dist`), in and out, under the names of a Hugging Face model."""
+"""Imports and exports Megatron-Core checkpoints (`torch_dist`), under the names of a Hugging Face model."""

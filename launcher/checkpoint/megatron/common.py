@@ -1,4 +1,4 @@
-"""Reads Megatron's `common.pt`: the optimizer's options, the place in the data and in the schedule."""
+"""Builds the content of Megatron's `common.pt`: optimizer options, position in the data and the schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.checkpoint.source import SourceCheckpoint
 
 
 def common_of(stored: SourceCheckpoint, step: int, config: Any) -> dict[str, Any]:
-    """Return what is alike on all ranks."""
+    """Return the content of `common.pt`, which is the same for all ranks."""
     samples = int(stored.meta["global_samples"])
     common: dict[str, Any] = {"iteration": step, "checkpoint_version": 3.0}
     common["args"] = _arguments(config, samples, stored.config)
@@ -20,9 +20,9 @@ def common_of(stored: SourceCheckpoint, step: int, config: Any) -> dict[str, Any
         return common
     count = max(stored.steps.values(), default=0.0)
     inner = {"param_groups": _groups(stored, count), "state": {"common_step": torch.tensor(count)}}
-    # The distributed and the float16 optimizer look below "optimizer", the fp32 one beside it.
+    # The distributed and float16 optimizers read the inner "optimizer"; the fp32 one, the keys next to it.
     common["optimizer"] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable", **inner}
-    # Megatron-LM goes on at this count of samples; under --override-opt_param-scheduler the rest is the run's own.
+    # Megatron-LM resumes at this sample count; --override-opt_param-scheduler replaces the other values.
     rate, decay = common["optimizer"]["param_groups"][0]["lr"], _decay(stored)
     common["opt_param_scheduler"] = {
         "num_steps": samples, "max_lr": rate, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": samples,
@@ -37,7 +37,7 @@ def common_of(stored: SourceCheckpoint, step: int, config: Any) -> dict[str, Any
 
 
 def _arguments(config: Any, samples: int, run: Mapping[str, Any]) -> Namespace:
-    """Return those arguments of a run that Megatron-LM compares with its own, and the place in its data."""
+    """Return the run's arguments that Megatron-LM compares with its own, and the position in the data."""
     heads = int(config.num_attention_heads)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     return Namespace(
@@ -64,7 +64,7 @@ def _decay(stored: SourceCheckpoint) -> float:
 
 
 def _groups(stored: SourceCheckpoint, count: float) -> list[dict[str, Any]]:
-    """Return Megatron's param groups, which it finds by these keys."""
+    """Return Megatron's param groups, with the keys that it matches them by."""
     first = stored.options[0]
     rate, betas, eps = (
         float(first.get("lr", 0.0)),

@@ -1,8 +1,9 @@
 """Maps each tensor of Megatron-Core to parameters of a Hugging Face model, with the order of their rows.
 
-Megatron-Core keeps one tensor for q, k and v, whose rows are ordered by group of heads (the heads of q that share a
-head of k and v, then that head of k, then that of v), and one for the gate and up projections, gate first. Its
-torch_dist format stacks the tensors of all layers: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn].
+Megatron-Core has one tensor for q, k and v, whose rows are ordered by group of heads (the q heads that share
+a k head and a v head, then this k head, then this v head), and one for the gate and up projections, gate
+first. Its torch_dist format stacks the tensors of all layers: `decoder.layers.mlp.linear_fc2.weight` is
+[layers, hidden, ffn].
 Source: megatron-core 0.16, `models/gpt/gpt_layer_specs.py` and `dist_checkpointing/`.
 """
 
@@ -21,18 +22,18 @@ from launcher.errors import CheckpointError, first_names
 LAYERS = "decoder.layers."
 _NORM_1 = ("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
 _NORM_2 = ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-"""Where a layer norm lies depends on who computes it: Transformer Engine, or Megatron-Core's own layers."""
+"""The name of a layer norm depends on its implementation: Transformer Engine's, or Megatron-Core's own."""
 
 
 @dataclass(frozen=True)
 class JoinRule:
-    """The rule by which a tensor of Megatron's is put together.
+    """Specifies how a Megatron tensor is assembled from parameters.
 
     Args:
-        names: Megatron's; the first one that a checkpoint has counts, and all are written.
-        sources: names of the parameters whose rows it has, one after the other.
+        names: Megatron's names; reading uses the first one in the checkpoint, writing uses all.
+        sources: names of the parameters whose rows are concatenated.
         by_head: its rows are ordered by group of heads.
-        transposed: matrices of the model are the other way round (transformers' Conv1D).
+        transposed: the model's matrices are transposed (transformers' Conv1D).
     """
 
     names: tuple[str, ...]
@@ -43,12 +44,12 @@ class JoinRule:
 
 @dataclass(frozen=True)
 class Family:
-    """The names of tensors in models of some types.
+    """The rules for some model types.
 
     Args:
         layers: prefix of the layers.
-        inner: rules within a layer; those whose parameters a model lacks (biases) do not count.
-        outer: the others.
+        inner: rules within a layer; rules for parameters that a model lacks (biases) are skipped.
+        outer: rules outside the layers.
     """
 
     layers: str
@@ -83,7 +84,7 @@ LLAMA = Family(
         *_linear("mlp.linear_fc1", "mlp.gate_proj", "mlp.up_proj"),
         *_linear("mlp.linear_fc2", "mlp.down_proj"),
         *_linear("mlp.router", "mlp.gate"),
-        # [layers, experts, ...]: gate and up of an expert lie in one parameter of the model, too
+        # [layers, experts, ...]: gate and up of an expert are one parameter of the model, too
         JoinRule(("mlp.experts.experts.linear_fc1.weight",), ("mlp.experts.gate_up_proj",)),
         JoinRule(("mlp.experts.experts.linear_fc2.weight",), ("mlp.experts.down_proj",)),
     ),
@@ -114,18 +115,18 @@ FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), LLAMA),
     "gpt2": GPT2,
 }
-"""Model types of transformers whose arithmetic Megatron-Core's GPTModel has, and that were compared with it."""
+"""Model types of transformers that Megatron-Core's GPTModel can compute, and that were compared with it."""
 
 
 @dataclass(frozen=True)
 class MegatronTensor:
-    """A tensor of Megatron's, or its part of one layer.
+    """A Megatron tensor, or one layer of a stacked one.
 
     Args:
-        names: in a checkpoint, without the layer.
-        layer: its number; None: it belongs to no layer.
+        names: names in a checkpoint, without the layer.
+        layer: layer index; None: it belongs to no layer.
         shapes: name of a parameter -> its shape, in the order of the rows.
-        order: number of the row, of those one after the other, that is in each row; None: as they are.
+        order: for each row, its index in the concatenated parameters; None: the same order.
         transposed: see `JoinRule`.
     """
 
@@ -137,25 +138,25 @@ class MegatronTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return its shape in a layer: [rows, ...], of experts [experts, rows, columns]."""
+        """Return the shape within a layer: [rows, ...], for experts [experts, rows, columns]."""
         shapes = [self._turned(shape) for shape in self.shapes.values()]
         first = shapes[0]
         return first if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *first[1:])
 
     def key(self, name: str, *, stacked: bool) -> str:
-        """Return one of its names in a checkpoint. A model whose layers differ is not stacked."""
+        """Return the key of one of its names in a checkpoint. Layers that differ are not stacked."""
         if self.layer is None:
             return name
         return f"{LAYERS}{name}" if stacked else f"{LAYERS}{self.layer}.{name}"
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return it, of the parameters."""
+        """Assemble the tensor from the parameters."""
         turned = [part.t() if self._turns(part.shape) else part for part in parts]
         rows = turned[0] if len(turned) == 1 else torch.cat(turned)
         return rows.contiguous() if self.order is None else rows[self.order]
 
     def parts(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return the parameters in it, by their names."""
+        """Split the tensor into the parameters, by their names."""
         rows = whole
         if self.order is not None:
             rows = torch.empty_like(whole)
@@ -175,10 +176,10 @@ class MegatronTensor:
 
 
 def tensors_of(model: Any) -> list[MegatronTensor]:
-    """Return Megatron's tensors for a model of transformers, which may be on the meta device.
+    """Return Megatron's tensors for a transformers model, which may be on the meta device.
 
     Raises:
-        CheckpointError: its type is not known here, or it has a parameter for which Megatron has no place.
+        CheckpointError: the model type is not supported, or a parameter has no counterpart in Megatron.
     """
     kind = str(model.config.model_type)
     if kind not in FAMILIES:
@@ -213,7 +214,7 @@ def _made(
     layer: int | None,
 ) -> MegatronTensor | None:
     there = {name: shapes[name] for name in sources if name in shapes}
-    if len(there) != len(sources):  # a part of them would be told by `tensors_of`
+    if len(there) != len(sources):  # if some of them exist, `tensors_of` reports them
         return None
     order = AttentionHeads.of(config).by_group() if rule.by_head else None
     return MegatronTensor(rule.names, layer, there, order, rule.transposed)

@@ -1,8 +1,8 @@
-"""A checkpoint of Megatron-Core in its torch_dist format, under Megatron's own names.
+"""Opens a Megatron-Core checkpoint in the torch_dist format, under Megatron's own names.
 
-The tensors lie in torch.distributed.checkpoint's files, and `common.pt` has what is alike on all ranks. The optimizer's
-state is found where it lies by parameter: that of the fp32 and float16 optimizers, and of the distributed one saved as
-"fully_reshardable".
+The tensors are in torch.distributed.checkpoint's files, and `common.pt` contains the values that are the same
+on all ranks. The optimizer state is read if it is stored per parameter: that of the fp32 and float16
+optimizers, and that of the distributed optimizer saved as "fully_reshardable".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launcher.errors import CheckpointError
 
 WRITER = "Megatron-Core"
 MASTERS = ("param", "fp32_param")
-"""States that are the weights in fp32: of the distributed optimizer, and of the float16 one."""
+"""Names of the fp32 master weights among the states: of the distributed optimizer, and of the float16 one."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
 _BUCKETS = "optimizer.distributed."
 _INERT = r"megatron\.|argparse\.|signal\.|transformer_engine\.|nemo\."
@@ -38,16 +38,16 @@ _SAID = {
     "checkpoint_version",
     "content_metadata",
 }
-"""Keys of `common.pt` that are read, or say nothing of the run."""
+"""Keys of `common.pt` that are read, or contain no information about the run."""
 
 
 @dataclass(frozen=True)
 class MegatronFiles:
-    """The content of a checkpoint; its tensors stay on the disk.
+    """The content of a checkpoint; its tensors stay on disk.
 
     Args:
-        tensors: shapes, dtypes, and where in which file they are.
-        common: of `common.pt`, with inert stand-ins for objects.
+        tensors: shapes, dtypes, and locations in the files.
+        common: content of `common.pt`, with inert stand-ins for objects.
     """
 
     directory: Path
@@ -59,7 +59,7 @@ class MegatronFiles:
         """Open a checkpoint.
 
         Raises:
-            CheckpointError: a file is damaged, or has an object of a class that no such file needs.
+            CheckpointError: a file is damaged, or contains an object of an unexpected class.
         """
         metadata, common = read_stored(directory), load_any(directory / COMMON_FILE, _INERT)
         if not isinstance(common, dict):
@@ -77,14 +77,14 @@ class MegatronFiles:
         return made
 
     def entry(self, key: str) -> TensorStorageMetadata:
-        """Return shape and dtype of a tensor."""
+        """Return the shape and dtype of a tensor."""
         entry = self.tensors.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         return entry
 
     @cached_property
     def keys(self) -> dict[str, dict[str, str]]:
-        """Return kind ("model", or a state of the optimizer) -> name of a tensor -> its key in the files."""
+        """Return {kind ("model", or an optimizer state): {name of a tensor: its key in the files}}."""
         found: dict[str, dict[str, str]] = {"model": {}}
         for key in self.tensors.state_dict_metadata:
             if match := _STATE.fullmatch(key):
@@ -95,18 +95,18 @@ class MegatronFiles:
 
     @property
     def states(self) -> list[str]:
-        """Return the states of the optimizer, without the weights in fp32."""
+        """Return the names of the optimizer states, without the fp32 master weights."""
         return [kind for kind in self.keys if kind not in ("model", *MASTERS)]
 
     @property
     def args(self) -> dict[str, Any]:
-        """Return the arguments of the run; {} where it was saved without."""
+        """Return the arguments of the run; {} if they were not saved."""
         args = self.common.get("args")
         return vars(args) if isinstance(args, StandIn) else {}
 
     @property
     def iteration(self) -> int:
-        """Return how many steps were made."""
+        """Return the number of training steps."""
         return int(self.common["iteration"])
 
     @property
@@ -118,7 +118,7 @@ class MegatronFiles:
 
     @property
     def steps(self) -> float | None:
-        """Return how many steps the optimizer has made."""
+        """Return the number of optimizer steps; None if it was not saved."""
         found = [group["step"] for group in self.options if "step" in group]
         for one in self._optimizers:
             states = [inner.get("state") for inner in (one, one.get("optimizer", {}))]
@@ -140,10 +140,10 @@ class MegatronFiles:
         return [one for one in several if isinstance(one, dict)]
 
     def _check_common(self) -> None:
-        """Check what `common.pt` says of the run, before anything is taken from it.
+        """Validate the content of `common.pt` before any of it is used.
 
         Raises:
-            CheckpointError: a value is missing, or of another type.
+            CheckpointError: a value is missing or invalid.
         """
         path = self.directory / COMMON_FILE
         try:
@@ -159,7 +159,7 @@ class MegatronFiles:
             raise wrong(path, f"does not say what Megatron-Core writes: {what}") from error
 
     def unread(self) -> list[str]:
-        """Return what launcher does not take from it."""
+        """Return descriptions of the content that launcher does not read."""
         left = sorted(_CALLED.get(key, str(key)) for key in self.common if key not in _SAID)
         if any(key.startswith(_BUCKETS) for key in self.tensors.state_dict_metadata):
             why = "it lies in buckets; save with --dist-ckpt-optim-fully-reshardable to take it along"
@@ -167,10 +167,10 @@ class MegatronFiles:
         return left
 
     def check_bytes(self) -> None:
-        """Compare the bytes of `common.pt` and of the tensors with the checksums that torch.save wrote.
+        """Verify torch.save's checksums of `common.pt` and of the tensors.
 
         Raises:
-            CheckpointError: they differ, or a file is too short.
+            CheckpointError: a checksum is wrong, or a file is missing or too short.
         """
         places = self.tensors.storage_data.items()
         common = self.directory / COMMON_FILE
@@ -193,11 +193,12 @@ class MegatronFiles:
 
 
 def directory_of(given: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint that is meant by a directory, which may be one or have several; None: it has none of
-    Megatron's.
+    """Return the Megatron checkpoint that `given` and `tag` refer to; None if there is none.
+
+    `given` may be a checkpoint, or a directory of several.
 
     Raises:
-        CheckpointError: the file that says which one is the latest names none.
+        CheckpointError: the latest checkpoint is ambiguous, or the file that names it is wrong.
     """
     if is_megatron(given) and tag in (None, given.resolve().name):
         return given
@@ -231,15 +232,15 @@ def wrong(path: Path, what: str) -> CheckpointError:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that may be in a tensor; other values as they are."""
+    """Return the number in a one-element tensor; return other values unchanged."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _check_chunks(metadata: Metadata) -> None:
-    """Check that every chunk lies inside its tensor, and somewhere in the files.
+    """Check that every chunk is inside its tensor and has a location in the files.
 
     Raises:
-        ValueError, AttributeError, TypeError: it does not.
+        ValueError, AttributeError, TypeError: a check failed.
     """
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)

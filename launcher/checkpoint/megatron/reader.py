@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron-Core under the names of a Hugging Face model."""
+"""Reads a Megatron-Core checkpoint under the parameter names of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _IN_16_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_megatron(directory: Path, model: str) -> SourceCheckpoint:
-    """Open a checkpoint under the names of a model.
+    """Open a checkpoint under the parameter names of a model.
 
     Args:
-        model: as `--model` of the recipes: a directory with config.json, or a name.
+        model: as for `--model` of the recipes: a directory with config.json, or a name.
 
     Raises:
-        CheckpointError: it is damaged, or not of such a model.
+        CheckpointError: the checkpoint is damaged, or does not fit the model.
     """
     made = build_on_meta(load_config(model))
     files, tensors = MegatronFiles.open(directory), tensors_of(made)
@@ -52,7 +52,7 @@ def open_megatron(directory: Path, model: str) -> SourceCheckpoint:
 
 
 class _Reader:
-    """Reads parameters and their states out of Megatron's tensors.
+    """Reads parameters and their optimizer states from Megatron's tensors.
 
     Attributes:
         entries: launcher's name -> shape and dtype.
@@ -68,7 +68,7 @@ class _Reader:
         self._last: tuple[str, int | None, dict[str, Tensor]] | None = None
 
     def read(self, tensors: Mapping[str, Tensor | FlatSlice]) -> None:
-        """Fill whole tensors by launcher's names."""
+        """Fill tensors that are given by launcher's names."""
         for name, tensor in tensors.items():
             if name.startswith(STEP):
                 tensor.fill_(self._files.steps or 0.0)
@@ -80,18 +80,20 @@ class _Reader:
             fill(tensor, self._parts(key, of)[parameter])
 
     def _keys(self, kind: str, tensor: MegatronTensor) -> list[str]:
-        """Return the keys of a tensor, or of its state, under all of its names."""
+        """Return the keys of a tensor, or of one of its states, under all of its names."""
         keys = self._files.keys.get(kind, {})
         names = (tensor.key(name, stacked=stacked) for stacked in (True, False) for name in tensor.names)
         return [keys[name] for name in names if name in keys]
 
     def _key(self, kind: str, tensor: MegatronTensor) -> str | None:
-        """Return the key that counts; None: none has the tensor. What is frozen has no states, and its
-        layer is missing in theirs."""
+        """Return the first key under which the tensor is stored; None if there is none.
+
+        Frozen parameters have no states, so their layers are missing in the stacked states.
+        """
         return next((key for key in self._keys(kind, tensor) if self._has(key, tensor)), None)
 
     def _has(self, key: str, tensor: MegatronTensor) -> bool:
-        """Return whether the stored parts are all of a tensor; they must not be some of it."""
+        """Return whether the stored chunks cover a tensor; raise an error if they cover only a part of it."""
         sizes, at = (1, *tensor.shape), (tensor.layer or 0, *[0] * len(tensor.shape))
         if not self._is_stacked(key, tensor):
             sizes, at = sizes[1:], at[1:]
@@ -110,7 +112,7 @@ class _Reader:
         return found > 0
 
     def _chunks(self, key: str) -> dict[int | None, list[Any]]:
-        """Return layer -> the stored parts of a tensor; None: all of them."""
+        """Return {layer: stored chunks of a tensor}; the key None has all chunks."""
         if key not in self._by_layer:
             found: dict[int | None, list[Any]] = {None: list(self._files.entry(key).chunks)}
             for chunk in self._files.entry(key).chunks:
@@ -122,11 +124,11 @@ class _Reader:
         return self._by_layer[key]
 
     def _weights(self, tensor: MegatronTensor) -> str | None:
-        """Return the key of the weights: in fp32, where they are there in fp32."""
+        """Return the key of the weights, preferably of the fp32 master weights."""
         return next((key for kind in (*MASTERS, "model") if (key := self._key(kind, tensor))), None)
 
     def _is_stacked(self, key: str, tensor: MegatronTensor) -> bool:
-        """Return whether the stored tensor has all layers."""
+        """Return whether the stored tensor is a stack of all layers."""
         names = (tensor.key(name, stacked=True) for name in tensor.names)
         return tensor.layer is not None and key.endswith(tuple(names))
 
@@ -148,14 +150,14 @@ class _Reader:
         return found | {f"{STEP}{name}": _entry(torch.float32, ()) for name in sorted(trained)}
 
     def _parts(self, key: str, tensor: MegatronTensor) -> dict[str, Tensor]:
-        """Return the parameters in a stored tensor. The last one is kept: q, k and v are asked for one by one."""
+        """Return the parameters in a stored tensor. Cache the last result: q, k and v are read one by one."""
         if self._last is None or self._last[:2] != (key, tensor.layer):
-            self._last = None  # so that two are never in memory
+            self._last = None  # so that two tensors are never in memory
             self._last = key, tensor.layer, tensor.parts(self._whole(key, tensor))
         return self._last[2]
 
     def _whole(self, key: str, tensor: MegatronTensor) -> Tensor:
-        """Return a stored tensor, or its part of one layer, without what the vocabulary is padded by."""
+        """Return a stored tensor, or one layer of it, without the padding of the vocabulary."""
         entry, count = self._files.entry(key), math.prod(tensor.shape)
         start = tensor.layer * count if tensor.layer is not None and self._is_stacked(key, tensor) else 0
         made = torch.empty(count, dtype=entry.properties.dtype)
@@ -171,7 +173,7 @@ class _Reader:
         return made.view(tensor.shape)
 
     def _check(self) -> None:
-        """Check that every parameter and its states are there in their shapes, and that nothing is left over."""
+        """Check that all parameters are stored, that shapes match, and that there are no other tensors."""
         problems, used = list[str](), set[str]()
         for tensor in self._tensors:
             name = tensor.key(tensor.names[0], stacked=False)
@@ -199,14 +201,16 @@ class _Reader:
         size, wanted = tuple(self._files.entry(key).size), tensor.shape
         if self._is_stacked(key, tensor):
             wanted = (self._layers, *wanted)
-        # Megatron pads the vocabulary so that all ranks have equally many rows.
+        # Megatron pads the vocabulary so that all ranks have the same number of rows.
         padded = tensor.layer is None and size[1:] == wanted[1:] and size[0] > wanted[0]
         return [] if size == wanted or padded else [f"{name} has the shape {list(size)}, not {list(wanted)}"]
 
 
 def _check_run(files: MegatronFiles, config: Any) -> None:
-    """Check that the model has the heads and the arithmetic of the run, as far as its arguments say them. The rows of
-    q, k and v lie by heads, and with others they would be mixed up without a word."""
+    """Check that the model computes the same as the run's model, as far as the run's arguments specify it.
+
+    The rows of q, k and v are ordered by head: with other heads they would be mixed up silently.
+    """
     heads = int(config.num_attention_heads)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     rotary = getattr(config, "rope_parameters", None) or {}
@@ -243,7 +247,7 @@ def _meta(
     ties: dict[str, str],
     settings: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the meta, as launcher's own has it."""
+    """Return the meta in the form of launcher's own."""
     trained = {name.split("/", 2)[2] for name in entries if name.startswith("optimizer/")}
     groups = [[name for name in group if name in trained] for group in _groups(files.options, tensors)]
     batch, micro = (files.args.get(key) for key in ("global_batch_size", "micro_batch_size"))
@@ -271,8 +275,11 @@ def _meta(
 
 
 def _groups(options: list[dict[str, Any]], tensors: list[MegatronTensor]) -> list[list[str]]:
-    """Return the names of the parameters of each param group. Megatron keeps no names: it divides by weight decay (none
-    on biases and vectors), experts spread over ranks, and a rate of its own for embeddings and head."""
+    """Return the names of the parameters of each param group.
+
+    Megatron stores no names. It groups parameters by weight decay (none on biases and vectors), by expert
+    parallelism, and by a separate learning rate for embeddings and head.
+    """
     names: list[list[str]] = [[] for _ in options]
     for tensor in tensors:
         for name, shape in tensor.shapes.items():

@@ -1,7 +1,7 @@
-"""A checkpoint written in Megatron-Core's torch_dist format, layer by layer.
+"""Writes a checkpoint in Megatron-Core's torch_dist format, layer by layer.
 
-Its runs with the distributed optimizer, the float16 one and the fp32 one look for the same values under different
-names. All names are written, and those with the same values point at the same bytes.
+Megatron's distributed, float16 and fp32 optimizers read the same values under different names. All names are
+written, and those with the same values point to the same bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STATELESS = tuple(
         *("mlp.linear_fc1", "mlp.linear_fc2"),
     )
 )
-"""Objects that Transformer Engine saves for fp8, and that a load asks for."""
+"""Objects that Transformer Engine saves for fp8, and that Megatron requires on loading."""
 _EXPERTS = tuple(f"{LAYERS}mlp.experts.experts.linear_fc{n}._extra_state" for n in (1, 2))
 
 
@@ -52,10 +52,11 @@ def write_megatron(stored: SourceCheckpoint, model: str, out: Path) -> Path:
     """Write a checkpoint for Megatron-Core's `dist_checkpointing.load`; return its directory.
 
     Args:
-        model: that was trained: a directory with config.json, or a name.
+        model: the model that was trained: a directory with config.json, or a name.
 
     Raises:
-        CheckpointError: Megatron has no place for the model or its optimizer, or `out` has one of that step.
+        CheckpointError: Megatron does not support the model or its optimizer, or `out` has a checkpoint of
+            that step.
     """
     made = build_on_meta(load_config(model))
     tensors = tensors_of(made)
@@ -86,7 +87,7 @@ def write_megatron(stored: SourceCheckpoint, model: str, out: Path) -> Path:
 
 
 class _Writer:
-    """Writes tensors into one file, and notes where they are."""
+    """Writes tensors to one file and records their locations."""
 
     def __init__(self, path: Path, stored: SourceCheckpoint, config: Any) -> None:
         self.metadata = Metadata({}, planner_data=None, storage_data={})
@@ -115,7 +116,7 @@ class _Writer:
             )
 
     def write_stateless(self, file: Any) -> None:
-        """Write the empty objects that a load asks for, all in the same bytes."""
+        """Write the empty objects that Megatron requires on loading; all point to the same bytes."""
         empty = io.BytesIO()
         torch.save([None], empty)  # one object: None
         place = _StorageInfo(self._file, file.tell(), file.write(empty.getvalue()))
@@ -133,7 +134,7 @@ class _Writer:
 
     def _put(self, file: Any, tensor: MegatronTensor, values: Tensor, prefixes: list[str]) -> _StorageInfo:
         start = file.tell()
-        # As a layer of all: torch.distributed.checkpoint keeps the shape of the stack.
+        # Saved as one layer of a stack: torch.distributed.checkpoint records the shape of the stack.
         torch.save(values if tensor.layer is None else values.unsqueeze(0), file)
         place = _StorageInfo(self._file, start, file.tell() - start)
         self._note(tensor, values.dtype, prefixes, place)
@@ -160,7 +161,7 @@ class _Writer:
 
 
 def _check_optimizer(stored: SourceCheckpoint) -> None:
-    """Check that the optimizer is one of Megatron's."""
+    """Check that the optimizer has no state, or the states of Megatron's Adam."""
     adam = {"optimizer/exp_avg", "optimizer/exp_avg_sq"}
     if set(stored.states) not in (set(), adam):
         raise CheckpointError(
@@ -172,7 +173,7 @@ def _check_optimizer(stored: SourceCheckpoint) -> None:
 
 
 def _check_layers(stored: SourceCheckpoint, tensors: list[MegatronTensor]) -> None:
-    """Check that all layers are alike, and that what Megatron has as one tensor is trained or frozen as a whole."""
+    """Check that all layers have the same tensors, and that none of Megatron's tensors is partly frozen."""
     by_layer: dict[int | None, set[tuple[str, ...]]] = {}
     for tensor in tensors:
         by_layer.setdefault(tensor.layer, set()).add(tensor.names)
@@ -192,7 +193,7 @@ def _check_layers(stored: SourceCheckpoint, tensors: list[MegatronTensor]) -> No
 
 
 def not_written(stored: SourceCheckpoint) -> Iterator[str]:
-    """Yield what Megatron's files do not take along."""
+    """Yield messages about state that is changed or not written."""
     if stored.options:
         yield "not written: the schedule; start Megatron-LM with --override-opt_param-scheduler and yours"
     yield "not written: random states"
