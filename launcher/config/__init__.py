@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON as typed, frozen models. Nothing here imports torch."""
+"""Typed, frozen models of the DeepSpeed JSON. Nothing in this package imports torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""accelerate's YAML (`accelerate config` writes it): the configuration in it, and what it says of machines.
+"""The configuration and the machine settings in accelerate's YAML (written by `accelerate config`).
 
-What accelerate builds of its keys is built of them here: a JSON in which the script fills in every "auto". Keys that
-would change the training and that this engine does not know are errors; keys of other machines (TPU) are, too.
+The keys are converted as in accelerate, to a JSON in which the script fills in every "auto". Keys that would
+change the training and that this engine does not support are errors, and so are other types of machines
+(TPU).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from launcher.files import read_small
 
 STAGE = "zero_stage"
 STAGES = {"DEEPSPEED": 2, "MULTI_GPU": 0, "MULTI_CPU": 0, "NO": 0}
-"""distributed_type -> the stage where none is written: accelerate's own; 0 does what DDP does."""
+"""distributed_type -> the ZeRO stage if none is set, as in accelerate; 0 is equivalent to DDP."""
 
 PRECISIONS = ("no", "bf16", "fp16")
 ACCUMULATION = "gradient_accumulation_steps"
@@ -32,7 +33,7 @@ SECTIONS: Mapping[str, str] = {
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     STAGE: "zero_optimization.stage",
 }
-"""Keys of `deepspeed_config` -> their places in the JSON."""
+"""Keys of `deepspeed_config` -> their paths in the JSON."""
 
 OF_MACHINES = {"deepspeed_hostfile", "deepspeed_multinode_launcher"} | {
     f"deepspeed_{verb}_filter" for verb in ("inclusion", "exclusion")
@@ -47,7 +48,7 @@ IDLE = {
     "main_training_function", "rdzv_backend", "same_network", "downcast_bf16", "debug",
     "tpu_name", "tpu_zone", "tpu_env", "tpu_vm", "tpu_use_cluster", "tpu_use_sudo", "commands", "command_file",
 }  # fmt: skip
-"""Keys that choose nothing here: they say how accelerate itself starts processes."""
+"""Keys without effect: they configure how accelerate itself starts processes."""
 ELSEWHERE = {
     "fsdp_config": "zero_stage: 3 in deepspeed_config shards in its place",
     "megatron_lm_config": "tensor_parallel and pipeline of the JSON",
@@ -60,10 +61,10 @@ ELSEWHERE = {
 
 
 def read_yaml(path: str | Path) -> Document:
-    """Read the configuration of a YAML: the JSON that it names, or what its keys say.
+    """Read the configuration of a YAML file: the JSON that it refers to, or the values of its keys.
 
     Raises:
-        ConfigError: it is not accelerate's, or asks for what is not here.
+        ConfigError: the file is not accelerate's, or requests something that is not supported.
     """
     tree = checked(str(path))
     section = tree.get("deepspeed_config") or {}
@@ -97,12 +98,12 @@ def _built(tree: Mapping[str, Any], section: Mapping[str, Any], path: str) -> di
 
 
 def precision_of(tree: Mapping[str, Any]) -> str:
-    """Return `mixed_precision`; YAML reads the word no as false."""
+    """Return `mixed_precision`; YAML parses the word no as false."""
     return str(tree.get("mixed_precision") or "no").lower()
 
 
 def _is_none(value: Any) -> bool:
-    """Return whether nothing is wanted; accelerate writes the text none for that."""
+    """Return whether a value is unset; accelerate writes the string none for that."""
     return value is None or (isinstance(value, str) and value.lower() == "none")
 
 
@@ -114,7 +115,7 @@ def _put(tree: dict[str, Any], steps: list[str], value: Any) -> None:
 
 
 def checked(path: str) -> dict[str, Any]:
-    """Read the YAML's tree, and check that every key of it is known.
+    """Parse the YAML file, and check that all of its keys are known.
 
     Raises:
         ConfigError: see `read_yaml`.
@@ -160,7 +161,7 @@ def _parsed(path: str) -> dict[str, Any]:
 
 
 def _check_plain(values: Mapping[str, Any], path: str) -> None:
-    """Raise `ConfigError` for lists and sections: with aliases, no memory holds what they are when written out."""
+    """Raise `ConfigError` for lists and sections: expanded YAML aliases could exceed any memory."""
     for key, value in values.items():
         if isinstance(value, list | dict):
             kind = "a list" if isinstance(value, list) else "a section"

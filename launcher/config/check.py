@@ -1,4 +1,4 @@
-"""Document -> checked sections: unknown keys, wrong values and contradictions, all found in one pass."""
+"""Validates a document into sections; finds unknown keys, wrong values and contradictions in one pass."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=Section)
 BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-"""Errors of pydantic about a number of the right type."""
-MOST_STRANGERS = 100  # keys at the top level that are looked at: each takes some milliseconds
+"""Pydantic error types for a number of the right type that is out of bounds."""
+MOST_STRANGERS = 100  # top-level keys that are matched against known ones; each takes milliseconds
 
 
 class Checker:
-    """Builds the sections of one document, inner ones first, and collects what is wrong with them."""
+    """Builds the sections of one document, inner ones first, and collects their problems."""
 
     def __init__(self, root: type[Section], document: Document) -> None:
         self.root, self.document = root, document
         self.problems = list(document.problems)
         self.notes: list[Note] = []
         self.strangers = 0
-        self.off = False  # inside a section whose `enabled` is false, which asks for nothing
+        self.off = False  # inside a section whose `enabled` is false, which requests nothing
 
     def build(self, cls: type[S], known: Known | None, written: dict[str, Any], path: Path) -> S:
         """Build the section at `path`; wrong keys are reported and left out."""
@@ -62,7 +62,7 @@ class Checker:
     def own_keys(
         self, cls: type[Section], known: Known | None, written: dict[str, Any], path: Path
     ) -> dict[str, Any]:
-        """Return the members that are fields of `cls`, under their own names; report the others."""
+        """Return the members that are fields of `cls`, under their canonical names; report the others."""
         values: dict[str, Any] = {}
         spelled: dict[str, str] = {}
         for key, value in written.items():
@@ -87,7 +87,7 @@ class Checker:
         return values
 
     def stranger(self, key: str, value: Any, beside: Mapping[str, Any]) -> None:
-        """Report a key at the top level that nobody knows, or note it."""
+        """Report an unknown top-level key as a problem or as a note."""
         self.strangers += 1
         if self.strangers > MOST_STRANGERS:
             self.problems.append(Problem((key,), "unknown key"))
@@ -99,7 +99,8 @@ class Checker:
             self.notes.append(told)
 
     def unknown(self, cls: type[Section] | None, known: Known | None, path: Path) -> Problem:
-        """Say that nobody knows a key. Looking for what was meant takes milliseconds, so it ends after some keys."""
+        """Return the problem of an unknown key. Similar names are suggested for the first `MOST` keys only:
+        the search takes milliseconds."""
         self.strangers += 1
         if self.strangers > MOST:
             return Problem(path, "unknown key")
@@ -108,19 +109,19 @@ class Checker:
     def build_member(
         self, cls: type[Section], key: str, known: Known | None, values: dict[str, Any], path: Path
     ) -> None:
-        """Replace the object at `key` by its section, a list of objects by theirs."""
+        """Replace the object at `key` with its section, or a list of objects with their sections."""
         item = cls.items_of(key)
         if item is not None:
             self.build_items(item, key, known, values, (*path, key))
             return
         member = cls.section_of(key, values)
         if member is None:
-            if key in cls.member_sections():  # its type is wrong and reported
+            if key in cls.member_sections():  # its `type` is wrong and has been reported
                 values.pop(key, None)
             return
         defaults = cls.defaults_of(key, values)
         written = values.get(key)
-        if written is None or written is False:  # null and false ask for nothing
+        if written is None or written is False:  # null and false request nothing
             values.pop(key, None)
             if not (defaults or cls.model_fields[key].is_required()):
                 return
@@ -134,14 +135,14 @@ class Checker:
             )
             values.pop(key)
             return
-        # An explicit null has the default, too.
+        # An explicit null gets the default too.
         filled = {name: value for name, value in defaults.items() if written.get(name) is None}
         values[key] = self.build(member, known.child(key) if known else None, {**written, **filled}, here)
 
     def build_items(
         self, item: type[Section], key: str, known: Known | None, values: dict[str, Any], path: Path
     ) -> None:
-        """Replace the list at `path` by sections; anything but a list is reported and left out."""
+        """Replace the list at `path` with sections; anything but a list is reported and removed."""
         written = values.get(key)
         if written is None:
             values.pop(key, None)
@@ -155,7 +156,7 @@ class Checker:
         values[key] = tuple(self.build(item, inner, member, (*path, i)) for i, member in enumerate(written))
 
     def validate(self, cls: type[S], values: dict[str, Any], path: Path) -> S:
-        """Make the section; every wrong value is reported and has its default, or "auto" where it is required."""
+        """Build the section. A wrong value is reported and gets its default, or "auto" if it is required."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -164,7 +165,7 @@ class Checker:
                 key = str(detail["loc"][0])
                 right.pop(key, None)
                 if cls.model_fields[key].is_required():
-                    right[key] = AUTO  # it is not known
+                    right[key] = AUTO  # the value is unknown
                 here = (*path, *detail["loc"])
                 told = any(problem.path == here for problem in self.problems)
                 if told or (detail["type"] == "missing" and self.excused(here)):
@@ -177,18 +178,18 @@ class Checker:
                     self.problems.append(Problem(here, what, fix))
         try:
             return cls.model_validate(right).model_copy(update=unread)
-        except ValidationError:  # a type is not known, and what it is of neither
+        except ValidationError:  # a type is unknown, and so is what depends on it
             return cls.model_construct(**right)
 
     def excused(self, path: Path) -> bool:
-        """Return whether a missing key needs no second complaint: it was misspelt, or is wrong inside."""
+        """Return whether a problem already covers a missing key: it was misspelt, or is invalid inside."""
         name = dotted(path)
         return any(
             problem.suggestion == name or dotted(problem.path).startswith(name) for problem in self.problems
         )
 
     def unimplemented(self, known: Known, value: Any, path: Path) -> list[Problem]:
-        """Return the problems of a key that only DeepSpeed has: none if it asks for nothing and has no typo inside."""
+        """Return the problems of a key that only DeepSpeed has: its typos, and what it requests."""
         if known.status == "idle":
             if not self.off:
                 self.notes.append(Note(path, "no effect", f"has no effect here: {known.words}"))
@@ -212,7 +213,7 @@ class Checker:
         return found
 
     def demands(self, known: Known, value: Any, path: Path) -> list[Problem]:
-        """Return what the value asks for that is not implemented."""
+        """Return a problem for each thing that a value requests and that is not implemented."""
         if value is None or (value is False and known.children):
             return []
         if not isinstance(value, dict):
@@ -229,7 +230,7 @@ class Checker:
         return [not_written(known, value, path)] if found and known.words else found
 
     def switched(self, known: Known, switch: str, value: Mapping[str, Any], path: Path) -> list[Problem]:
-        """Return what a section with a switch asks for: something only when it is on."""
+        """Return the problems of a section with a switch; none unless it is on."""
         child = known.children.get(switch, known)
         default = child.neutral[0] if child.neutral and child is not known else True
         state = value.get(switch, default)
@@ -252,7 +253,7 @@ def _is_neutral(known: Known, value: Any) -> bool:
 
 
 def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
-    """Return whether the section has a switch and it is off, be it by default."""
+    """Return whether the section has a switch that is off, explicitly or by default."""
     switch = cls.model_fields.get("enabled")
     state = written.get("enabled")
     if cls.acts_without_switch & {cls.spelling(key) for key, value in written.items() if value}:
@@ -262,12 +263,12 @@ def _is_off(cls: type[Section], written: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Examined:
-    """The findings of the checks about a document.
+    """The results of checking a document.
 
     Attributes:
-        config: None when there are problems.
+        config: None if there are problems.
         problems: in the order of the file.
-        notes: what was converted, differs or has no effect.
+        notes: keys that were converted, differ from DeepSpeed or have no effect.
     """
 
     document: Document
@@ -276,14 +277,14 @@ class Examined:
     notes: tuple[Note, ...]
 
     def required(self) -> Config:
-        """Return the configuration. Raises ConfigProblems with everything that is wrong."""
+        """Return the configuration. Raises ConfigProblems, which lists every problem, if there are any."""
         if self.config is None:
             raise ConfigProblems(self.document.name, self.problems, self.document.described)
         return self.config
 
 
 def examine(root: type[Config], document: Document) -> Examined:
-    """Build the whole configuration, whatever is wrong with it."""
+    """Build the whole configuration and collect all of its problems and notes."""
     checker = Checker(root, document)
     config = checker.build(root, known_keys(), document.tree, ())
     found = [*checker.problems, *contradictions(config, checker.problems, document.holds)]

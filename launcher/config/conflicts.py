@@ -1,7 +1,8 @@
-"""Conflicts: all that is wrong by more than one key, and is known before anything starts.
+"""Conflicts between several keys that can be detected before anything starts.
 
-Most rules are rows of the two tables, `WITHIN` one section and `ACROSS` several; what has to compute is a function in
-the same table. A key that says "auto" is not known yet: its rules are asked again when it is (`resolve.py`).
+Most rules are rows of two tables, `WITHIN` (one section) and `ACROSS` (several sections); a rule that needs
+computation is a function in the same table. A key that is "auto" has no value yet: its rules are checked
+again once it is resolved (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def contradictions(config: Config, problems: list[Problem], known: Callable[[Path], bool]) -> list[Problem]:
-    """Return what is wrong by more than one key. What has a problem already needs no second complaint.
+    """Return the conflicts between several keys. Keys that already have a problem are not reported again.
 
     Args:
-        problems: of single keys.
-        known: whether a key is written.
+        problems: problems of single keys.
+        known: returns whether a key is written.
     """
     found = list(problems)
     for table in (WITHIN, ACROSS):
@@ -52,7 +53,7 @@ PIPEDREAM = f'{SCHEDULE} is "pipedream", whose stages update their weights one b
 
 
 def _keywords(config: Config) -> Iterator[Found]:
-    """Find keywords that this type of optimizer does not take."""
+    """Yield keywords that the type of the optimizer does not accept."""
     name, params = value_at(config, "optimizer.type"), value_at(config, "optimizer.params")
     if name == AUTO:
         return
@@ -69,16 +70,16 @@ CYCLES = {
     **{"cycle_min_lr": "cycle_max_lr", "cycle_min_mom": "cycle_max_mom"},
     **{"base_lr": "max_lr", "base_momentum": "max_momentum"},
 }
-"""Where a schedule's cycle begins -> how far up it goes."""
+"""Lower bound of a schedule's cycle -> its upper bound."""
 
 
 def _each(value: Any) -> tuple[Any, ...]:
-    """Return the numbers of a key that has one, or a list of one for each param group."""
+    """Return the values of a key that is one number, or a list with one for each param group."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def _param_groups(config: Config) -> Iterator[Found]:
-    """Check numbers for each param group: the lists are of one length, and cycles go up."""
+    """Check the values per param group: all lists have the same length, and cycles go up."""
     params = value_at(config, PARAMS)
     if params == AUTO:
         return
@@ -109,7 +110,7 @@ def _batch(config: Config) -> Iterator[Found]:
 
 
 def _computed(section: str, name: str) -> RuleFunction:
-    """Return a rule of `section_conflicts.py`, which is imported where the section is written."""
+    """Return a rule of `section_conflicts.py`, which is imported only if the section is written."""
 
     def rule(config: Config) -> Iterator[Found]:
         if section in config.model_fields_set:
@@ -218,7 +219,7 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
     _computed("data_efficiency", "curriculum"),
     _computed("elasticity", "elastic"),
 )  # fmt: skip
-"""Keys of one section."""
+"""Conflicts between keys of one section."""
 
 ACROSS: tuple[Rule | RuleFunction, ...] = (
     _batch,
@@ -337,4 +338,4 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
          "the optimizer needs whole parameters, but is given only parts of them",
          'write "device": "cpu", or another optimizer'),
 )  # fmt: skip
-"""Keys of several sections."""
+"""Conflicts between keys of several sections."""

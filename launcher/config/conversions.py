@@ -1,7 +1,7 @@
-"""Rewrite old JSON with today's keys: `convert` rewrites a document and reports every change.
+"""Rewrites obsolete keys to current ones: `convert` rewrites a document and reports every change.
 
-Simple cases are lines of the two tables; the others are functions of `RULES`, in the order in which they run.
-A rule fires only where it knows what was meant: anything else is left for the checks to refuse.
+Simple cases are lines of the two tables; the others are functions in `RULES`, in the order in which they run.
+A rule applies only if the intent is unambiguous: anything else is left for the checks to reject.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RENAMED = {
     "autotuning.end_step": "autotuning.end_profile_step",
     "optimizer.params.max_grad_norm": "gradient_clipping",
 }
-"""Old path -> path of today; the value stays."""
+"""Old path -> current path; the value is kept."""
 
 NO_LOSS_SCALE = "bfloat16 has the range of float32 and needs no loss scale; only fp16 has one"
 LOSS_SCALE = (
@@ -52,7 +52,7 @@ DROPPED = {
     "zero_optimization.grad_hooks": "never was a key of DeepSpeed's code",
     "zero_optimization.offload_optimizer.buffer_size": "never had an effect here; it is a key of offload_param",
 }
-"""Path -> why it can be left out without changing what is trained."""
+"""Path -> why it can be removed without changing the training."""
 
 APEX = {
     "enabled", "opt_level", "loss_scale", "min_loss_scale", "max_loss_scale", "cast_model_type", "verbosity",
@@ -65,11 +65,12 @@ COMPRESSION = {
     "layer_reduction", "weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning",
     "head_pruning", "channel_pruning",
 }  # fmt: skip
-"""Members of sections that are converted whole: with any other one, a typo, the section is left to the checks."""
+"""Members of sections that are converted as a whole. If a section has any other member, such as a typo, it is
+left to the checks."""
 
 
 def convert(document: Document) -> Document:
-    """Return a copy in today's keys; `conversions` tells each change, `origins` where a moved key was written."""
+    """Return a copy with current keys; `conversions` lists the changes, `origins` the paths of moved keys."""
     work = Rewriter(document)
     for rule in RULES:
         rule(work)
@@ -89,7 +90,7 @@ def _dropped(work: Rewriter) -> None:
 
 
 def _boolean_zero(work: Rewriter) -> None:
-    """Write `"zero_optimization": true` as stage 1, with `allgather_size` in it."""
+    """Convert `"zero_optimization": true` to stage 1, including its `allgather_size`."""
     written = work.get("zero_optimization")
     size = work.get("allgather_size")
     if isinstance(written, bool):
@@ -104,7 +105,7 @@ def _boolean_zero(work: Rewriter) -> None:
 
 
 def _cpu_offload(work: Rewriter) -> None:
-    """Write the switches that were there before the offload sections as those."""
+    """Convert the switches that preceded the offload sections to these sections."""
     pin = work.take("zero_optimization.cpu_offload_use_pin_memory", "write `pin_memory` in the section")
     for old, section in (
         ("cpu_offload", "offload_optimizer"),
@@ -124,7 +125,7 @@ def _cpu_offload(work: Rewriter) -> None:
 
 
 def _zero_sizes(work: Rewriter) -> None:
-    """Drop sizes of 0, which stood in old files, when DeepSpeed still took them."""
+    """Drop sizes of 0, which old versions of DeepSpeed accepted."""
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         path = f"zero_optimization.{key}"
         if work.get(path) == 0 and not isinstance(work.get(path), bool):
@@ -132,7 +133,7 @@ def _zero_sizes(work: Rewriter) -> None:
 
 
 def _fp16_switch(work: Rewriter) -> None:
-    """Rename the switch of Megatron's files, `"fp16": {"fp16": true}`."""
+    """Rename the switch in Megatron's files, `"fp16": {"fp16": true}`."""
     if work.switch("fp16.fp16") is not None:
         if work.has("fp16.enabled"):
             work.drop("fp16.fp16", "removed: `fp16.enabled` replaces it")
@@ -143,7 +144,7 @@ def _fp16_switch(work: Rewriter) -> None:
 
 
 def _checkpoint_activations(work: Rewriter) -> None:
-    """Read a key of Megatron's, which DeepSpeed never read: off it asks for nothing, on it is what people meant."""
+    """Convert a Megatron key that DeepSpeed never read: drop it if false, do what was intended if true."""
     value, new = work.switch("checkpoint_activations"), "activation_checkpointing"
     if value is False:
         work.drop("checkpoint_activations", f"removed: without `{new}` nothing is recomputed")
@@ -161,7 +162,7 @@ def _fp32_allreduce(work: Rewriter) -> None:
 
 
 def _amp(work: Rewriter) -> None:
-    """Read Apex's levels: O1 was autocast in float16, O2 and O3 a float16 model."""
+    """Convert Apex's levels: O1 was autocast in float16, O2 and O3 a float16 model."""
     amp = work.get("amp")
     if not isinstance(amp, dict) or not amp.keys() <= APEX:
         return
@@ -186,7 +187,7 @@ def _one_bit(work: Rewriter) -> None:
 
 
 def _curriculum(work: Rewriter) -> None:
-    """Move curriculum learning by sequence length, which had a section before data_efficiency."""
+    """Move curriculum learning by sequence length out of the section that preceded data_efficiency."""
     old, new = "curriculum_learning", "data_efficiency"
     section = work.get(old)
     if not isinstance(section, dict) or not section.keys() <= CURRICULUM:
@@ -207,7 +208,7 @@ def _curriculum(work: Rewriter) -> None:
 
 
 def _monitor_config(work: Rewriter) -> None:
-    """Move members to the top. The section is from old documentation; DeepSpeed never read it."""
+    """Move the members to the top level. The section is from old documentation; DeepSpeed never read it."""
     section = work.get("monitor_config")
     if not isinstance(section, dict):
         return
@@ -219,7 +220,7 @@ def _monitor_config(work: Rewriter) -> None:
 
 
 def _compression(work: Rewriter) -> None:
-    """Drop the section of templates that list every technique and switch it off."""
+    """Drop a section, common in templates, that lists every technique and disables all of them."""
     section = work.get("compression_training")
     if not isinstance(section, dict) or not section.keys() <= COMPRESSION:
         return
@@ -232,7 +233,7 @@ def _is_off(technique: Any) -> bool:
 
 
 def _switches(technique: Any) -> Iterator[Any]:
-    """Find what stands under `enabled` in a technique of compression."""
+    """Yield the values of `enabled` in a compression technique."""
     if isinstance(technique, dict):
         for key, value in technique.items():
             if key == "enabled":
@@ -242,7 +243,7 @@ def _switches(technique: Any) -> Iterator[Any]:
 
 
 def _comm_names(work: Rewriter) -> None:
-    """Shorten torch's names of dtypes where the JSON has short ones."""
+    """Replace torch's dtype names with the short ones of the JSON."""
     names = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
     for path in (
         "communication_data_type",
@@ -273,11 +274,11 @@ RULES: tuple[Callable[[Rewriter], None], ...] = (
     _comm_names,
     _dropped,
 )
-"""In this order: keys are where they belong before their values are looked at."""
+"""In this order: keys are moved to their current paths before their values are examined."""
 
 
 def converted_paths() -> Iterator[tuple[str, str]]:
-    """List (old path, what becomes of it), for the documentation."""
+    """Yield (old path, what it is converted to), for the documentation."""
     yield from ((old, f"`{new}`") for old, new in RENAMED.items())
     yield from ((path, f"removed: {why}") for path, why in DROPPED.items())
     yield from OTHERS.items()
@@ -300,4 +301,4 @@ OTHERS = {
     "monitor_config": "its members at the top",
     "compression_training": "removed, when none of its techniques is on",
 }
-"""What the functions of RULES do, in words."""
+"""Descriptions of what the functions in RULES do."""

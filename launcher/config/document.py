@@ -1,4 +1,4 @@
-"""A configuration as it was written, and changes to it that keep count."""
+"""A configuration as written, and edits to it that are recorded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from launcher.config.section import as_switch
 
 @dataclass
 class Document:
-    """A configuration as it was written.
+    """A configuration as written.
 
     Attributes:
-        name: what to call it in messages: the file's name, or "config" for a dict.
+        name: name to use in messages: the file's name, or "config" for a dict.
         tree: nested dicts and lists of plain values.
         places: (line, column) of each key and list item, both from 1; empty for a dict.
-        problems: what the reader itself found wrong (a key written twice, a value that is no JSON).
+        problems: errors found by the reader itself (a key written twice, a value that is not JSON).
         conversions: obsolete keys that were rewritten.
         origins: path of a rewritten key -> the path that was written.
         comments: the lines at which comments begin, from 1: `//`, `#` and `/* */`.
@@ -33,12 +33,13 @@ class Document:
     comments: list[int] = field(default_factory=list)
 
     def place(self, path: Path) -> tuple[int, int]:
-        """Return line and column of a key, or of the nearest section around it that is written; (0, 0) for none."""
+        """Return (line, column) of a key, or of the nearest enclosing section that is written; (0, 0) if none
+        is."""
         ends = range(len(path), 0, -1)
         return next((self.places[path[:end]] for end in ends if path[:end] in self.places), (0, 0))
 
     def where(self, path: Path) -> str:
-        """Return `file:line:column` of a key, the name alone when it has no place."""
+        """Return `file:line:column` of a key, or only the name if its position is unknown."""
         line, column = self.place(path)
         return f"{self.name}:{line}:{column}" if line else self.name
 
@@ -52,14 +53,14 @@ class Document:
         return True
 
     def written(self, path: Path) -> Path:
-        """Return the path that the user wrote for one of today's."""
+        """Return the path that the user wrote for a current path."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
                 return self.origins[path[:end]]
         return path
 
     def described(self, path: Path) -> str:
-        """Return `file:line:column key`, and what the key is read as where it is an obsolete one."""
+        """Return `file:line:column key`, followed by the current key if the written one is obsolete."""
         written = self.written(path)
         read = f" (now {dotted(path)})" if written != path else ""
         return f"{self.where(path)} {dotted(written)}{read}"
@@ -89,17 +90,17 @@ class Rewriter:
         return self.document.holds(_keys(path))
 
     def get(self, path: str) -> Any:
-        """Return the value written there; None when there is none."""
+        """Return the value of a key; None if it is not written."""
         keys = _keys(path)
         parent = self._parent(keys)
         return None if parent is None else parent.get(str(keys[-1]))
 
     def switch(self, path: str) -> bool | None:
-        """Return True or False where the key says one of them, in whatever way; else None."""
+        """Return the value of a key as a boolean, in any accepted spelling; None if it is not one."""
         return as_switch(self.get(path))
 
     def put(self, path: str, value: Any, what: str) -> None:
-        """Give a key that is written another value."""
+        """Replace the value of a key that is written."""
         keys = _keys(path)
         parent = self._parent(keys)
         assert parent is not None
@@ -107,19 +108,19 @@ class Rewriter:
         self._tell(keys, what)
 
     def drop(self, path: str, what: str | None) -> None:
-        """Delete a key; None tells nothing, where its members were told one by one."""
+        """Delete a key. With `what` None nothing is reported: its members have been reported one by one."""
         self._delete(_keys(path))
         self._tell(_keys(path), what)
 
     def take(self, path: str, what: str) -> Any:
-        """Delete a key and return its value; None when it is not written."""
+        """Delete a key and return its value; None if it is not written."""
         value = self.get(path)
         if self.has(path):
             self.drop(path, what)
         return value
 
     def move(self, old: str, new: str, what: str) -> None:
-        """Give a key its new path; both written with different values are a problem."""
+        """Move a key to its new path; it is a problem if both are written with different values."""
         value = self.get(old)
         if self.get(new) is not None and self.get(new) != value:
             self.problem(old, f"is an old name of `{new}`, and both are written", f"keep `{new}`")
@@ -128,7 +129,7 @@ class Rewriter:
             self.replace(old, new, value, what)
 
     def replace(self, old: str, new: str, value: Any, what: str) -> None:
-        """Write `value` at `new` in the place of `old`."""
+        """Replace the key `old` with `value` at `new`."""
         before, after = _keys(old), _keys(new)
         source = self._parent(before)
         target: dict[str, Any] = self.document.tree
@@ -137,7 +138,7 @@ class Rewriter:
             if not isinstance(inner, dict):
                 inner = target[str(key)] = {}
             target = inner
-        if target is source:  # a file that is migrated keeps its order
+        if target is source:  # keep the key order of a migrated file
             pairs = [
                 (after[-1] if key == before[-1] else key, item)
                 for key, item in source.items()
@@ -152,7 +153,8 @@ class Rewriter:
         self._tell(before, what)
 
     def same_place(self, old: Path, new: Path) -> None:
-        """Report what is wrong inside `new` where `old` was written."""
+        """Give `new` and its members the positions of `old`, so that problems are reported where the user
+        wrote them."""
         self.document.origins[new] = old
         for path, place in list(self.document.places.items()):
             if path[: len(old)] == old:
@@ -160,7 +162,7 @@ class Rewriter:
                 self.document.places[now], self.document.origins[now] = place, path
 
     def problem(self, path: str, what: str, fix: str) -> None:
-        """Note a mistake that no rewriting can fix."""
+        """Record a problem that rewriting cannot fix."""
         self.document.problems.append(Problem(_keys(path), what, fix))
 
     def _delete(self, path: Path) -> None:

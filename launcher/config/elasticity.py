@@ -1,9 +1,10 @@
-"""`elasticity`: a batch size that many numbers of ranks can train with, so that a run may go on with fewer or more.
+"""`elasticity`: a batch size that works for many world sizes, so that a run can shrink and grow.
 
-A batch of B sequences can be trained on n ranks when B is micro batch x accumulation x n for one of the allowed micro
-batches: when n divides B / micro batch. Highly composite numbers have more divisors than any smaller number, so the
-candidates for B are the micro batches and their least common multiple, each times the largest such number that keeps
-it within the bound. Of the candidates the one with the most numbers of ranks wins.
+A batch of B sequences can be trained on n ranks if B is micro batch x accumulation x n for one of the allowed
+micro batches, that is, if n divides B / micro batch. Highly composite numbers have more divisors than any
+smaller number, so the candidates for B are the micro batches and their least common multiple, each times the
+largest highly composite number that stays within the bound. The candidate with the most world sizes is
+chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from launcher.config.root import Config
 
 SHOWN = 12
-"""Numbers of a list that a message shows."""
+"""Maximum length of a list in a message."""
 
 
 def _version(value: Any) -> Any:
@@ -33,13 +34,14 @@ def _version(value: Any) -> Any:
 
 
 class ElasticityConfig(Section):
-    """Batch sizes for many numbers of ranks. While it is on, train_batch_size, the micro batch and the accumulation
-    follow from it and from the number of ranks; a step takes the same sequences on every number that it allows.
+    """Elastic training: a batch size that works for many world sizes.
 
-    A batch size is looked for that is at most `max_train_batch_size`, that splits into whole microbatches of one of
-    `micro_batch_sizes` on as many numbers of GPUs as possible, and so the numbers of GPUs follow, too:
-    `launch check --num-gpus N` tells them. Others are refused. With `--min_nodes` a restart goes on with the largest
-    allowed number of the ranks that are left.
+    If enabled, train_batch_size, the micro batch and the accumulation are derived from this section and from
+    the number of ranks; a step trains on the same sequences on every allowed number. The batch size is at
+    most `max_train_batch_size`, and divides into whole microbatches of one of `micro_batch_sizes` on as many
+    numbers of GPUs as possible. These are the allowed numbers of GPUs, which `launch check --num-gpus N`
+    prints; others are refused. With `--min_nodes`, a restart continues on the largest allowed number of the
+    remaining ranks.
     """
 
     without_effect: ClassVar[dict[str, str]] = {
@@ -52,48 +54,46 @@ class ElasticityConfig(Section):
     }
 
     enabled: bool = False
-    """The batch keys follow from this section."""
+    """Derive the batch keys from this section."""
 
     max_train_batch_size: Count | None = None
-    """Sequences per optimizer step, at most; it must be written."""
+    """Maximum number of sequences per optimizer step. Required."""
 
     micro_batch_sizes: WholeNumbers | None = None
-    """Sequences per rank and forward pass that are allowed; of those that fit the largest is taken. It must be
-    written."""
+    """Allowed numbers of sequences per rank and forward pass; the largest that fits is used. Required."""
 
     min_gpus: Count = 1
-    """Fewest GPUs of a run; version 0.2 rounds down to whole nodes."""
+    """Minimum number of GPUs; version 0.2 rounds down to whole nodes."""
 
     max_gpus: Count = 10000
-    """Most GPUs of a run; version 0.2 rounds down to whole nodes."""
+    """Maximum number of GPUs; version 0.2 rounds down to whole nodes."""
 
     min_time: WholeNumber = 0
-    """Minutes that a scheduler lets pass before it changes the number of GPUs."""
+    """Minutes that a scheduler waits before it changes the number of GPUs."""
 
     version: Annotated[float, BeforeValidator(_version)] = 0.2
-    """0.1 counts GPUs; 0.2 counts nodes of `num_gpus_per_node` GPUs, and knows `model_parallel_size`."""
+    """0.1 counts GPUs; 0.2 counts nodes of `num_gpus_per_node` GPUs and supports `model_parallel_size`."""
 
     ignore_non_elastic_batch_info: bool = False
-    """Batch keys that are written, or given by the run, are overridden; false: they are an error."""
+    """Override batch keys that are set in the JSON or by the run. False: they are an error."""
 
     prefer_larger_batch: bool = True
-    """The larger of two batch sizes that fit equally many numbers of GPUs is taken."""
+    """Of two batch sizes that fit equally many numbers of GPUs, choose the larger."""
 
     num_gpus_per_node: Count = 1
-    """Version 0.2: a run grows and shrinks by whole nodes of so many GPUs."""
+    """Version 0.2: a run grows and shrinks by whole nodes of this many GPUs."""
 
     model_parallel_size: Count = 1
     """Version 0.2: ranks that share one copy of the model."""
 
     @property
     def on(self) -> bool:
-        """Return whether the batch keys follow from this section."""
+        """Return whether the batch keys are derived from this section."""
         return self.enabled is True
 
     @property
     def batch(self) -> ElasticBatch | None:
-        """Return the batch size and the data-parallel degrees; None where nothing fits, or numbers contradict each
-        other."""
+        """Return the batch size and its data-parallel degrees; None if nothing fits or numbers conflict."""
         largest, sizes = self.value_of("max_train_batch_size"), self.value_of("micro_batch_sizes")
         nodes = self.value_of("version") == 0.2
         per_node = self.value_of("num_gpus_per_node") if nodes else 1
@@ -112,17 +112,17 @@ class ElasticityConfig(Section):
 
     @property
     def only_batch(self) -> ElasticBatch | None:
-        """Return the batch that batch keys must agree with; None where they may say what they like."""
+        """Return the batch that the batch keys must agree with; None if they are unconstrained."""
         return self.batch if self.on and not self.value_of("ignore_non_elastic_batch_info") else None
 
     @property
     def world_sizes(self) -> tuple[int, ...] | None:
-        """Return the numbers of ranks that are allowed, ascending; None: all are."""
+        """Return the allowed world sizes, ascending; None if all are allowed."""
         batch = self.batch if self.on else None
         return batch and tuple(degree * self.value_of("model_parallel_size") for degree in batch.dp_degrees)
 
     def value_of(self, key: str) -> Any:
-        """Return the value of a key; its default where that is open."""
+        """Return the value of a key; its default if it is "auto"."""
         value = getattr(self, key)
         return type(self).model_fields[key].get_default() if value == AUTO else value
 
@@ -130,11 +130,11 @@ class ElasticityConfig(Section):
 def solve(
     config: Config, given: Mapping[str, int | None], dp_degree: int, sources: Mapping[str, str]
 ) -> BatchTriple:
-    """Return the batch keys on `dp_degree` data-parallel ranks.
+    """Return the batch keys for `dp_degree` data-parallel ranks.
 
     Args:
-        given: what is written of them, or given by the run.
-        sources: where, for the message.
+        given: the batch keys that are set in the JSON or by the run.
+        sources: where each was set, for the message.
 
     Raises:
         BatchError: that number of ranks is not allowed, or the given numbers contradict the section.
@@ -144,7 +144,7 @@ def solve(
         what = f"{section.value_of('model_parallel_size')} contradicts the {ranks} ranks that share a copy of the model"
         raise BatchError(Problem(("elasticity", "model_parallel_size"), what, f"write {ranks}"))
     batch = section.batch
-    assert batch is not None and section.micro_batch_sizes is not None  # conflicts.py has seen to it
+    assert batch is not None and section.micro_batch_sizes is not None  # checked in section_conflicts.py
     if dp_degree not in batch.dp_degrees:
         raise BatchError(refusal(section, dp_degree * ranks))
     micro = micro_batch(batch.train, section.micro_batch_sizes, dp_degree)
@@ -158,7 +158,7 @@ def solve(
 
 
 def refusal(section: ElasticityConfig, ranks: int) -> Problem:
-    """Say why so many ranks are not allowed."""
+    """Return the problem that `ranks` ranks are not allowed."""
     sizes = section.world_sizes or ()
     near = [*[size for size in sizes if size < ranks][-1:], *[size for size in sizes if size > ranks][:1]]
     what = f"{ranks} ranks are not allowed; these numbers are: {few(sizes)}"
@@ -166,7 +166,7 @@ def refusal(section: ElasticityConfig, ranks: int) -> Problem:
 
 
 def few(numbers: tuple[int, ...]) -> str:
-    """Write numbers one after the other, of many the first ones and the last."""
+    """Format a list of numbers; a long list is shortened to its first ones and the last."""
     if len(numbers) <= SHOWN:
         return ", ".join(map(str, numbers))
     shown = ", ".join(map(str, numbers[: SHOWN - 2]))
@@ -178,11 +178,11 @@ HIGHLY_COMPOSITE = (
     *(15120, 20160, 25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640),
     *(498960, 554400, 665280, 720720),
 )
-"""OEIS A002182, as far as DeepSpeed's choice goes: larger factors would be another batch size than there."""
+"""OEIS A002182, as far as DeepSpeed uses it: larger factors would result in another batch size."""
 
 
 class ElasticBatch(NamedTuple):
-    """Sequences per optimizer step, and the data-parallel degrees on which that works, ascending."""
+    """Sequences per optimizer step, and the data-parallel degrees that fit, ascending."""
 
     train: int
     dp_degrees: tuple[int, ...]
@@ -198,18 +198,18 @@ def elastic_batch(
     gpus_per_node: int = 1,
     gpus_per_model: int = 1,
 ) -> ElasticBatch | None:
-    """Return the batch size and its degrees; None where no number of GPUs within the bounds fits.
+    """Return the batch size and its degrees; None if no number of GPUs within the bounds fits.
 
     Args:
-        largest: sequences per step, at most.
-        micro_sizes: allowed micro batches, each from 1.
-        least_gpus, most_gpus: of the run; rounded down to whole nodes.
-        prefers_larger: which of two batch sizes that fit equally many numbers of GPUs.
-        gpus_per_node: a run grows and shrinks by whole nodes of so many.
+        largest: maximum number of sequences per step.
+        micro_sizes: allowed micro batches, each at least 1.
+        least_gpus, most_gpus: bounds on the number of GPUs; rounded down to whole nodes.
+        prefers_larger: whether to choose the larger of two batch sizes that fit equally many numbers of GPUs.
+        gpus_per_node: GPUs per node; a run grows and shrinks by whole nodes.
         gpus_per_model: pipeline stages x tensor-parallel ranks; divides `gpus_per_node`.
     """
-    replicas = gpus_per_node // gpus_per_model  # of the model, on a node
-    bound = largest // replicas  # sequences per step for one of them on every node
+    replicas = gpus_per_node // gpus_per_model  # model replicas per node
+    bound = largest // replicas  # sequences per step for one replica per node
     least = least_gpus // gpus_per_node or 1
     most = most_gpus // gpus_per_node or bound // min(micro_sizes)
     fits = {
@@ -223,8 +223,10 @@ def elastic_batch(
 
 
 def micro_batch(train: int, micro_sizes: Sequence[int], dp_degree: int) -> int:
-    """Return the largest micro batch with which the ranks take `train` sequences in whole microbatches; `dp_degree` is
-    one of those that `elastic_batch` gave."""
+    """Return the largest micro batch that divides each rank's share of `train` sequences.
+
+    `dp_degree` is one of the degrees that `elastic_batch` returned.
+    """
     return max(size for size in micro_sizes if train // dp_degree % size == 0)
 
 
@@ -235,5 +237,5 @@ def _candidates(bound: int, micro_sizes: Sequence[int]) -> set[int]:
 
 
 def _counts(size: int, micro_sizes: Sequence[int]) -> list[int]:
-    """List every n for which `size` is micro batch x accumulation x n."""
+    """Return every n for which `size` is micro batch x accumulation x n."""
     return sorted({n for micro in micro_sizes if size % micro == 0 for n in divisors(size // micro)})

@@ -1,5 +1,4 @@
-"""The sections that keep a run going: `checkpoint`, `fault_tolerance` (replicas that train on without a lost one) and
-`replica_check`."""
+"""The sections for resilience: `checkpoint`, `fault_tolerance` (replicas) and `replica_check`."""
 
 from __future__ import annotations
 
@@ -26,18 +25,18 @@ def _writes_something(value: Any) -> Any:
 
 
 class ParallelWriteConfig(Section):
-    """The writers of the layers in DeepSpeed's pipelines."""
+    """Parallel writing of layers in DeepSpeed's pipelines."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "pipeline_stage": "every rank always writes its own slice of every tensor",
     }
 
     pipeline_stage: bool = False
-    """DeepSpeed lets the ranks of a pipeline stage share the writing of its layers; here all ranks always do."""
+    """In DeepSpeed, the ranks of a stage can share the writing of its layers; here they always do."""
 
 
 class WriterConfig(Section):
-    """DeepSpeed's writers. Here torch.distributed.checkpoint writes; every rank its own file."""
+    """DeepSpeed's writers. Here torch.distributed.checkpoint writes one file per rank."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "type": "torch.distributed.checkpoint writes every file",
@@ -52,7 +51,7 @@ class WriterConfig(Section):
     }
 
     type: Annotated[Literal["python", "fast"], BeforeValidator(_writes_something)] = "fast"
-    """Which of DeepSpeed's writers; they write the same. "mock" is refused: it writes nothing."""
+    """DeepSpeed's writer; all of them write the same. "mock" is refused: it writes nothing."""
 
     io_buffer_size: Count = 64 * 1024 * 1024
     """Bytes of the fast writer's buffer."""
@@ -61,36 +60,37 @@ class WriterConfig(Section):
     """The fast writer has two buffers."""
 
     io_multiplier: Count = 1
-    """Files of each of DeepSpeed's writers."""
+    """Files per writer of DeepSpeed."""
 
     show_statistics: bool = False
-    """Rank 0 prints bytes, seconds and MB/s of each save; on node-local storage those of its node."""
+    """Rank 0 prints bytes, seconds and MB/s of each save; with node-local storage, those of its node."""
 
     data_parallel: Literal["replica", "socket", "machine"] | None = None
-    """Which ranks write what all ranks have alike."""
+    """The ranks that write replicated state."""
 
     decoupled: bool = False
-    """save_checkpoint() copies this rank's part of the state to host memory and returns; a thread writes it. The memory
-    for that stays. Recipes do so where it is left out and host memory is ample, and copy beside the next forward.
-    `latest` moves when all ranks have written. A save that failed raises at the end of an optimizer step, or at the
-    next save, load or destroy(), which wait for it; so does a run that ends. A run that is killed meanwhile has
-    the checkpoints from before."""
+    """Asynchronous saves: save_checkpoint() copies this rank's part of the state to host memory and returns,
+    and a thread writes it. The host memory stays allocated. If this key is not set and there is ample host
+    memory, recipes enable it and overlap the copy with the next forward. `latest` is updated when all ranks
+    have written. A failed save raises at the end of an optimizer step, or at the next save, load or
+    destroy(), which wait for it; so does the end of the run. A run that is killed during a save keeps the
+    earlier checkpoints."""
 
 
 class PeerMemoryConfig(Section):
-    """A recipe keeps copies of its state in host memory, on the node that made them and on the next one: after a
-    restart it goes on from there, without a disk, also where one node was lost. They lie in /dev/shm, and take up to
-    four times what the ranks of a node write into a checkpoint (two steps, of two nodes), and memory-estimate counts
-    so much."""
+    """In-memory checkpoints: a recipe keeps copies of each node's state in the host memory of that node and
+    of the next one. After a restart it resumes from them without reading a disk, even if one node was lost.
+    They are stored in /dev/shm and take up to four times what the ranks of a node write to a checkpoint (two
+    steps, of two nodes); memory-estimate includes them."""
 
     differs: ClassVar[dict[str, str]] = {"every": "a key of this launcher"}
 
     every: WholeNumber = 0
-    """Optimizer steps between two copies; 0: none."""
+    """Optimizer steps between two copies; 0: off."""
 
 
 class CheckpointConfig(Section):
-    """Checkpoints are topology-free whatever is written here."""
+    """Checkpoints; they are independent of the topology, whatever is set here."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "load_universal": "every checkpoint loads on any number of ranks at any stage: DeepSpeed's own, and those in "
@@ -106,29 +106,30 @@ class CheckpointConfig(Section):
     }
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_any_case)] = "Warn"
-    """When ranks name different tags for one save, rank 0's counts. "Ignore" says nothing, "Warn" warns, "Fail"
-    raises on all ranks and saves nothing. Upper and lower case are alike."""
+    """If ranks pass different tags to one save, rank 0's is used. "Ignore" does so silently, "Warn" logs a
+    warning, "Fail" raises on all ranks and saves nothing. Case-insensitive."""
 
     load_universal: bool = False
-    """DeepSpeed needs it to load on other topologies; here every checkpoint does."""
+    """DeepSpeed needs it to load on other topologies; here every checkpoint loads on any."""
 
     use_node_local_storage: bool = False
-    """Each node has its own directory of checkpoints. It holds what the ranks of the node need, with its own
-    metadata, and is complete when all nodes have written. Nodes are distinguished by GROUP_RANK, or by
-    their host names."""
+    """Each node has its own checkpoint directory. It contains what the ranks of the node need, with its own
+    metadata, and is complete when all nodes have written. Nodes are distinguished by GROUP_RANK, or by their
+    host names."""
 
     parallel_write: ParallelWriteConfig = Field(default_factory=ParallelWriteConfig.model_construct)
-    """Who writes which layers in DeepSpeed's pipelines."""
+    """Parallel writing of layers in DeepSpeed's pipelines."""
 
     keep_last: Count | None = None
-    """So many of the newest checkpoints stay; older ones are deleted when a newer one is complete. Those alone that
-    save_checkpoint() named itself, global_step<N>, are deleted; never the one that `latest` names. Null: all stay."""
+    """Number of checkpoints to keep; older ones are deleted once a newer one is complete. Only checkpoints
+    that save_checkpoint() named itself, global_step<N>, are deleted, and never the one that `latest` names.
+    Null: keep all."""
 
     keep_every: Count | None = None
-    """Checkpoints whose step is a multiple of it stay, whatever `keep_last` says."""
+    """Keep checkpoints whose step is a multiple of this, regardless of `keep_last`."""
 
     peer_memory: PeerMemoryConfig = Field(default_factory=PeerMemoryConfig.model_construct)
-    """Copies in the memory of the nodes."""
+    """In-memory checkpoints."""
 
     checkpoint_serialization: bool = True
     """torch.save's zip format in DeepSpeed."""
@@ -138,12 +139,13 @@ class CheckpointConfig(Section):
 
 
 class FaultToleranceConfig(Section):
-    """A recipe's ranks form replicas, which train together and can do without each other: when a rank dies, its replica
-    is started again, and the others go on meanwhile (torchft; FT-HSDP, arXiv:2602.00277).
+    """Fault tolerance: a recipe's ranks form replicas that train together but do not depend on each other.
+    When a rank dies, its replica is restarted while the others continue (torchft; FT-HSDP, arXiv:2602.00277).
 
-    ZeRO, tensor parallelism and pipeline stages lie inside a replica. Between replicas the mean of gradients is taken
-    before each step, weighted by tokens. Where a replica is away, the mean is over those that are left. One that comes
-    back copies the state of another. The batch keys count the ranks of all replicas."""
+    ZeRO, tensor parallelism and pipeline stages are confined to a replica. Before each step, gradients are
+    averaged over the replicas, weighted by tokens. While a replica is missing, the mean is over the remaining
+    ones. A replica that returns copies the state of another. The batch keys count the ranks of all replicas.
+    """
 
     differs: ClassVar[dict[str, str]] = {
         "replicas": "a key of this launcher",
@@ -151,19 +153,19 @@ class FaultToleranceConfig(Section):
     }
 
     replicas: Count = 1
-    """Into how many the ranks are divided."""
+    """Number of replicas that the ranks are divided into."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds that replicas wait for one that neither answers nor ends, before they go on without it."""
+    """Seconds that replicas wait for one that hangs before they continue without it."""
 
 
 class ReplicaCheckConfig(Section):
-    """Compare, bit for bit, the values that several ranks hold alike: a fault of memory or of a processor, or a
-    script that changes weights on some ranks only, is found, and the ranks and parameters are named.
+    """Compare replicated values bit for bit across ranks.
 
-    These are parameters at stages 0 to 2, and those that stage 3 keeps whole; at stage 0, and in the groups of MiCS,
-    the optimizer's state, too. What is sharded has no replica: `resting` and `replay_every` find faults in it. What is
-    offloaded is not looked at.
+    This detects faults of memory or of a processor, and scripts that change weights on some ranks only, and
+    names the ranks and the parameters. The compared values are the parameters at stages 0 to 2, and those
+    that stage 3 does not shard; at stage 0, and between the groups of MiCS, the optimizer state too. Sharded
+    state has no replica: `resting` and `replay_every` detect faults in it. Offloaded state is not checked.
     """
 
     differs: ClassVar[dict[str, str]] = {
@@ -174,27 +176,28 @@ class ReplicaCheckConfig(Section):
     }
 
     every: WholeNumber = 100
-    """Optimizer steps between two checks; 0: none. A check reads what is compared once, and sends a number for each."""
+    """Optimizer steps between two checks; 0: off. A check reads the compared values once, and sends one
+    number for each."""
 
     action: Annotated[Literal["stop", "warn"], BeforeValidator(lower)] = "stop"
-    """"stop" raises on all ranks before the step is made. "warn" goes on: for stage 0 on processors of several kinds,
-    which may round differently."""
+    """"stop" raises on all ranks before the step is made. "warn" continues: for stage 0 on processors of
+    several kinds, which may round differently."""
 
     resting: bool = False
-    """Checksums of this rank's shard, master weights and optimizer state are taken after each step, and compared before
-    the next one. They are read twice a step for it."""
+    """Take checksums of this rank's shard, master weights and optimizer state after each step, and verify
+    them before the next one. This reads them twice per step."""
 
     replay_every: WholeNumber = 0
-    """Optimizer steps between two whose microbatches are computed twice, with torch's deterministic operations: the
-    gradients that each rank computes, and their sums, must have the same bits. 0: none. The model must be
-    deterministic. A script that calls forward and backward by itself is not replayed."""
+    """Optimizer steps between two replays. A replayed step computes its microbatches twice, with torch's
+    deterministic operations: the gradients of each rank, and their sums, must be bitwise equal. 0: off. The
+    model must be deterministic. Steps of a script that calls forward and backward itself are not replayed."""
 
 
 def of_replica(config: Config) -> Config:
-    """Return what one of the replicas trains with: its part of the global batch.
+    """Return the configuration of one replica, with its part of the global batch.
 
     Raises:
-        ConfigError: it cannot be divided.
+        ConfigError: the batch cannot be divided.
     """
     replicas = config.fault_tolerance.replicas
     if replicas == 1:
@@ -212,7 +215,7 @@ def of_replica(config: Config) -> Config:
 
 
 def check_replicas_are_started(config: Config) -> None:
-    """Raise `ConfigError` where this process is not a rank of one of them."""
+    """Raise `ConfigError` if this process is not a rank of a replica."""
     from launcher.replica import REPLICAS
 
     if REPLICAS not in os.environ:

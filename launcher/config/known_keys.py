@@ -1,8 +1,8 @@
-"""DeepSpeed keys that exist but that this launcher does not implement (data).
+"""DeepSpeed keys that this launcher does not implement (data).
 
-One key a line: `name | value that asks for nothing | what it is for | what to do instead`, the last two
-columns optional, two blanks of indentation for each section around it. `*` stands for any name. A section whose
-`enabled` (or `device`) is off asks for nothing, whatever else it says.
+One key per line: `name | value that requests nothing | purpose | what to do instead`. The last two columns
+are optional, and each enclosing section adds two spaces of indentation. `*` stands for any name. A section
+whose `enabled` (or `device`) is off requests nothing, whatever its other keys are.
 To implement a key, give it a field in its section and delete its line here.
 """
 
@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Literal
 
 Status = Literal["later", "old", "ignored", "idle"]
-"""Idle keys tune what DeepSpeed does in another way, and change no number: they are taken."""
+"""Idle keys tune what DeepSpeed does in another way and do not change numerics: they are accepted."""
 
 LATER = """
 optimizer
@@ -265,10 +265,10 @@ expert_parallel
 
 @dataclass
 class Known:
-    """One known key: a leaf with words, or a section with children.
+    """One known key: a leaf with a description, or a section with children.
 
     Attributes:
-        neutral: values that ask for nothing, null besides.
+        neutral: values that request nothing, in addition to null.
         free: an object whose members are not listed.
     """
 
@@ -290,7 +290,7 @@ class Known:
 
 @cache
 def known_keys() -> Known:
-    """Return all lines of this file as a tree."""
+    """Return the keys of all tables in this file as one tree."""
     root = Known(free=False)
     tables: tuple[tuple[Status, str], ...] = (
         ("later", LATER),

@@ -1,4 +1,4 @@
-"""The sections of what a run says of itself: monitors, `flops_profiler`, `comms_logger` and `timers`."""
+"""The sections for monitoring and profiling: monitors, `flops_profiler`, `comms_logger` and `timers`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PACKAGES = {
     "mlflow": ("mlflow", "mlflow"),
     "trackio": ("trackio", "trackio"),
 }
-"""Section of a tracker -> the module that it needs, and the package that has it."""
+"""Section of a tracker -> the module that it imports, and the package that provides it."""
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module could be imported here."""
+    """Return whether a module can be imported."""
     return find_spec(module) is not None
 
 
@@ -31,9 +31,9 @@ _WITH_LOSS = "also writes train_loss and grad_norm; DeepSpeed writes the rate an
 class TensorboardConfig(Section):
     """TensorBoard files, written by rank 0. Needs the package `tensorboard`.
 
-    Every step writes `Train/Samples/train_loss` (the mean over the global batch), `lr`, `grad_norm`, under fp16
-    `loss_scale`, and with `wall_clock_breakdown` the times of the phases; evaluations write `eval_loss`. The x-axis
-    counts samples.
+    Every step writes `Train/Samples/train_loss` (the mean over the global batch), `lr`, `grad_norm`,
+    `loss_scale` with fp16, and the times of the phases with `wall_clock_breakdown`; evaluations write
+    `eval_loss`. The x-axis is the number of samples.
     """
 
     differs: ClassVar[dict[str, str]] = {"enabled": _WITH_LOSS}
@@ -42,15 +42,15 @@ class TensorboardConfig(Section):
     """Write TensorBoard files."""
 
     output_path: str = ""
-    """Base directory; files go to output_path/job_name. Empty: ./job_name of the working directory."""
+    """Base directory; files go to output_path/job_name. Empty: ./job_name in the working directory."""
 
     job_name: str = "DeepSpeedJobName"
-    """Directory below output_path."""
+    """Subdirectory of output_path."""
 
 
 class CsvMonitorConfig(Section):
-    """One CSV file a metric, written by rank 0: `Train_Samples_lr.csv` and so on, with the columns step (samples) and
-    value. The metrics are those of `tensorboard`."""
+    """One CSV file per metric, written by rank 0: `Train_Samples_lr.csv` and so on, with the columns step
+    (samples) and value. The metrics are the same as for `tensorboard`."""
 
     differs: ClassVar[dict[str, str]] = {
         "enabled": f"{_WITH_LOSS}; a resumed run does not repeat the header",
@@ -60,19 +60,20 @@ class CsvMonitorConfig(Section):
     """Write CSV files."""
 
     output_path: str = ""
-    """Base directory; files go to output_path/job_name. Empty: ./job_name of the working directory."""
+    """Base directory; files go to output_path/job_name. Empty: ./job_name in the working directory."""
 
     job_name: str = "DeepSpeedJobName"
-    """Directory below output_path."""
+    """Subdirectory of output_path."""
 
 
 class WandbConfig(Section):
-    """Weights & Biases, from rank 0. Needs the package `wandb`. The metrics are those of `tensorboard`."""
+    """Weights & Biases, logged by rank 0. Needs the package `wandb`. The metrics are the same as for
+    `tensorboard`."""
 
     differs: ClassVar[dict[str, str]] = {"enabled": _WITH_LOSS}
 
     enabled: bool = False
-    """Send to Weights & Biases."""
+    """Log to Weights & Biases."""
 
     group: str | None = None
     """Group of the run; null: none."""
@@ -85,15 +86,16 @@ class WandbConfig(Section):
 
 
 class CometConfig(Section):
-    """Comet, from rank 0. Needs the package `comet_ml`. The metrics are those of `tensorboard`."""
+    """Comet, logged by rank 0. Needs the package `comet_ml`. The metrics are the same as for
+    `tensorboard`."""
 
     differs: ClassVar[dict[str, str]] = {"enabled": _WITH_LOSS}
 
     enabled: bool = False
-    """Send to Comet."""
+    """Log to Comet."""
 
     samples_log_interval: Count = 100
-    """Samples between two values of a metric; steps in between are not sent."""
+    """Samples between two logged values of a metric; steps in between are not logged."""
 
     project: str | None = None
     """Project; null: COMET_PROJECT_NAME or Comet's own settings."""
@@ -111,23 +113,25 @@ class CometConfig(Section):
     """Key of the experiment, 32 to 50 letters and digits; null: Comet chooses."""
 
     online: bool | None = None
-    """false: keep everything in local files; null: online."""
+    """False: write only local files. Null: online."""
 
     mode: Literal["get", "create", "get_or_create"] | None = None
-    """Whether to go on with `experiment_key` ("get") or to begin anew ("create"); null: "get_or_create", what fits."""
+    """Whether to continue `experiment_key` ("get") or to create a new experiment ("create"). Null:
+    "get_or_create", continue it if it exists."""
 
 
 class MlflowConfig(Section):
-    """MLflow, from rank 0: files, a database or a server. Needs the package `mlflow`. The metrics are those of
-    `tensorboard`."""
+    """MLflow, logged by rank 0 to files, a database or a server. Needs the package `mlflow`. The metrics are
+    the same as for `tensorboard`."""
 
     differs: ClassVar[dict[str, str]] = {"enabled": "a section of this launcher"}
 
     enabled: bool = False
-    """Send to MLflow."""
+    """Log to MLflow."""
 
     tracking_uri: str | None = None
-    """Where: sqlite:///mlruns.db, a directory, http://HOST:PORT; null: MLFLOW_TRACKING_URI or MLflow's own default."""
+    """Where to log: sqlite:///mlruns.db, a directory or http://HOST:PORT. Null: MLFLOW_TRACKING_URI or
+    MLflow's own default."""
 
     experiment_name: str | None = None
     """Experiment of the run; null: MLFLOW_EXPERIMENT_NAME or "Default"."""
@@ -137,13 +141,13 @@ class MlflowConfig(Section):
 
 
 class TrackioConfig(Section):
-    """trackio, from rank 0: a database in this user's cache, shown by `trackio show`. Needs the package `trackio`. The
-    metrics are those of `tensorboard`."""
+    """trackio, logged by rank 0 to a database in this user's cache, which `trackio show` displays. Needs the
+    package `trackio`. The metrics are the same as for `tensorboard`."""
 
     differs: ClassVar[dict[str, str]] = {"enabled": "a section of this launcher"}
 
     enabled: bool = False
-    """Write to trackio."""
+    """Log to trackio."""
 
     project: str = "launcher"
     """Project of the run."""
@@ -152,12 +156,13 @@ class TrackioConfig(Section):
     """Name of the run; null: trackio chooses."""
 
     space_id: str | None = None
-    """A Space of the Hugging Face Hub that shows it; null: nothing leaves this machine."""
+    """A Space of the Hugging Face Hub that displays the run. Null: nothing leaves this machine."""
 
 
 class PrometheusConfig(Section):
-    """A file of gauges in Prometheus' text format, from rank 0, for the textfile collector of the node exporter. It is
-    replaced in one piece after each step; `launcher_train_loss` and so on, the metrics of `tensorboard`."""
+    """A file of gauges in Prometheus' text format, written by rank 0 for the textfile collector of the node
+    exporter. It is replaced atomically after each step. The metrics are the same as for `tensorboard`, as
+    `launcher_train_loss` and so on."""
 
     differs: ClassVar[dict[str, str]] = {"enabled": "a section of this launcher"}
 
@@ -165,7 +170,7 @@ class PrometheusConfig(Section):
     """Write the file."""
 
     textfile: Annotated[str, Field(min_length=1)] = "training.prom"
-    """The file, in the collector's directory; its name must end with .prom there."""
+    """Path of the file, in the collector's directory, where its name must end with .prom."""
 
     job_name: str = "launcher"
     """Label `job` of each metric."""
@@ -201,11 +206,11 @@ def _operations(names: Any) -> Any:
 
 
 class FlopsProfilerConfig(Section):
-    """A report of parameters, floating-point operations and time, module by module, of one step of rank 0.
+    """Reports the parameters, floating-point operations and time of each module, for one step of rank 0.
 
-    Operations are counted where they run: matrix products, convolutions and attention, two for each
-    multiply-accumulate (MAC). Turns `wall_clock_breakdown` on, as in DeepSpeed. Compiled blocks run uncompiled in the
-    step in which operations are counted, and are timed as one.
+    Operations are counted as they run: matrix products, convolutions and attention, two for each
+    multiply-accumulate (MAC). Turns on `wall_clock_breakdown`, as in DeepSpeed. Compiled blocks run
+    uncompiled in the step in which operations are counted, and each is timed as a whole.
     """
 
     differs: ClassVar[dict[str, str]] = {
@@ -221,26 +226,26 @@ class FlopsProfilerConfig(Section):
     """Write the report."""
 
     recompute_fwd_factor: Annotated[float, Field(ge=0)] = 0.0
-    """DeepSpeed's estimate of how much of the forward the backward repeats."""
+    """DeepSpeed's estimate of how much of the forward is recomputed in the backward."""
 
     profile_step: WholeNumber = 1
-    """Which step: the one after so many optimizer steps were done."""
+    """Number of optimizer steps before the profiled step."""
 
     module_depth: Annotated[int, Field(ge=-1)] = -1
-    """Depth of the tables; 0 is the whole model, -1 all the way down."""
+    """Depth of the tables; 0 is only the whole model, -1 is unlimited."""
 
     top_modules: Count = 1
-    """Module classes that the summary names at each depth."""
+    """Number of module classes that the summary lists at each depth."""
 
     detailed: bool = True
     """Also print every module in a table."""
 
     output_file: str | None = None
-    """File of the report; null or empty: standard output."""
+    """Output file of the report. Null or empty: standard output."""
 
 
 class CommsLoggerConfig(Section):
-    """Counts and times the collectives of each rank: number, bytes, time, bandwidth.
+    """Logs the number, bytes, time and bandwidth of each rank's collectives.
 
     The table is printed by rank 0 at the end of a recipe, and by `launcher.comm.log_summary()`.
     """
@@ -255,20 +260,20 @@ class CommsLoggerConfig(Section):
     """Log collectives."""
 
     verbose: bool = False
-    """Print each collective when it is done, on rank 0; on GPUs that waits for it."""
+    """Print each collective on rank 0 when it has completed; on GPUs, this waits for it."""
 
     prof_all: bool = True
     """Log every operation; false: those of `prof_ops`."""
 
     debug: bool = False
-    """Tell the units apart: a line for `model.layers.0/forward`, not one for all units in the forward."""
+    """Log units separately: one line for `model.layers.0/forward`, not one for the forward of all units."""
 
     prof_ops: Annotated[tuple[str, ...], BeforeValidator(_operations)] = ()
-    """Operations to log when `prof_all` is false; DeepSpeed's names are taken as well."""
+    """Operations to log if `prof_all` is false; DeepSpeed's names are accepted as well."""
 
     @property
     def operations(self) -> frozenset[str] | None:
-        """Return our names of the operations to log; None: all."""
+        """Return our names of the operations to log; None for all."""
         return None if self.prof_all else frozenset(OPERATIONS[name] for name in self.prof_ops)
 
 
@@ -276,10 +281,11 @@ class ThroughputConfig(Section):
     """Sequences per second, from the start of the first forward to the end of the optimizer step."""
 
     enabled: bool = True
-    """Print them with the lines of `steps_per_print`: of the last step, and the mean but for the first two steps."""
+    """Print the throughput with the lines of `steps_per_print`: for the last step, and the mean without the
+    first two steps."""
 
     synchronized: bool = True
-    """Wait for the device at both ends; false measures how fast work is handed to it."""
+    """Synchronize with the device at both ends; false measures how fast work is enqueued."""
 
     differs: ClassVar[dict[str, str]] = {
         "enabled": "nothing is measured or waited for unless `steps_per_print` asks for lines"

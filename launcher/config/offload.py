@@ -1,4 +1,4 @@
-"""`offload_param` and `offload_optimizer` of `zero_optimization`, and `aio`: where shards rest, and how NVMe is read.
+"""`offload_param` and `offload_optimizer` of `zero_optimization`, and `aio`: offload of shards, NVMe I/O.
 
 Sources: ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857). Sizes count elements, not bytes.
 """
@@ -16,22 +16,22 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class OffloadConfig(Section):
-    """The keys that both offload sections have."""
+    """Keys shared by both offload sections."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Where the shards are stored: on the device, in host memory or on NVMe."""
+    """Where shards are stored: on the device, in host memory or on NVMe."""
 
     nvme_path: str | None = None
-    """Directory on the NVMe; needed when `device` is "nvme"."""
+    """Directory on NVMe; required if `device` is "nvme"."""
 
     pin_memory: bool = True
-    """Host buffers are page-locked where there is a GPU (DeepSpeed's default since August 2026; false before)."""
+    """Page-lock host buffers if there is a GPU (DeepSpeed's default since August 2026; false before)."""
 
     device_budget: WholeNumber | None = None
     """Bytes per rank that stay on the device before anything is offloaded. Not in DeepSpeed."""
 
     host_budget: WholeNumber | None = None
-    """Bytes per rank that stay in host memory when `device` is "nvme". Not in DeepSpeed."""
+    """Bytes per rank that stay in host memory if `device` is "nvme". Not in DeepSpeed."""
 
 
 class OffloadParamConfig(OffloadConfig):
@@ -42,18 +42,18 @@ class OffloadParamConfig(OffloadConfig):
     }
 
     buffer_count: Count = 5
-    """Units (blocks of the model) that are read from NVMe ahead of their use, at most; on a CPU those that stay
-    gathered from forward to backward count, too."""
+    """Maximum number of units (blocks of the model) that are prefetched from NVMe; on a CPU, units that stay
+    gathered between forward and backward count too."""
 
     buffer_size: Count = 100_000_000
-    """At most `buffer_count` times this many elements are read ahead; one unit always is."""
+    """At most `buffer_count` times this many elements are prefetched, but always at least one unit."""
 
     max_in_cpu: WholeNumber = 1_000_000_000
-    """Elements per rank that stay in host memory when `device` is "nvme", unless `host_budget` says how many bytes."""
+    """Elements per rank that stay in host memory if `device` is "nvme" and `host_budget` is not set."""
 
 
 class OffloadOptimizerConfig(OffloadConfig):
-    """Store optimizer state off the device; the CPU steps it. Stages 1 to 3."""
+    """Store optimizer state off the device and step it on the CPU. Stages 1 to 3."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "super_offload": "offloaded state is stepped on the CPU by all threads, during the backward if the "
@@ -73,67 +73,67 @@ class OffloadOptimizerConfig(OffloadConfig):
     }
 
     buffer_count: Count = 4
-    """Tensors (weights, gradients or one state of a flat buffer) that are written to NVMe while others are worked with,
-    at most."""
+    """Maximum number of tensors (weights, gradients or one state of a flat buffer) that are written to NVMe
+    while others are in use."""
 
     pipeline_read: bool = True
-    """The next flat buffer is read from NVMe while this one is stepped."""
+    """Read the next flat buffer from NVMe while the current one is stepped."""
 
     pipeline_write: bool = True
-    """A group that was stepped is written to NVMe while the next one is stepped. False: written first."""
+    """Write an updated group to NVMe while the next one is stepped. False: write it first."""
 
     fast_init: bool = False
-    """Quicker start with NVMe."""
+    """Faster initialization with NVMe."""
 
     super_offload: bool = False
-    """DeepSpeed has another engine for a CPU and a GPU on one chip."""
+    """DeepSpeed has a separate engine for a CPU and a GPU on one chip."""
 
     cpuadam_cores_perc: Share = 0.8
-    """Share of the CPU cores that step with `super_offload`."""
+    """Share of the CPU cores that run the step with `super_offload`."""
 
     ratio: Share = 1.0
-    """Share of the update that runs on the CPU (Twin-Flow): of the rest, everything stays on the device."""
+    """Share of the update that runs on the CPU (Twin-Flow); the state of the rest stays on the device."""
 
 
 class ZenFlowConfig(Section):
-    """DeepSpeed's offload that updates the weights with the largest gradients in each step, the others now and then.
+    """ZenFlow: DeepSpeed's offload that updates weights with large gradients in each step, others less often.
 
-    Nothing here acts on it.
+    This section has no effect.
     """
 
     topk_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of gradient columns updated in each step."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """The unit in which the intervals of choosing are counted."""
+    """The unit of `select_interval`."""
 
     select_interval: Count | Literal["auto"] = "auto"
-    """Steps or epochs after which these are chosen again."""
+    """Steps or epochs after which the columns are selected again."""
 
     update_interval: Count | Literal["auto"] = "auto"
-    """Steps after which the others are updated."""
+    """Steps after which the other columns are updated."""
 
     overlap_step: bool = False
-    """The CPU step runs during forward and backward."""
+    """Run the CPU step during forward and backward."""
 
     offload: bool = False
-    """The chosen states are offloaded, too."""
+    """Offload the selected states too."""
 
     auto_ratio: Share = 0.99
     """Threshold of the automatic update interval."""
 
     full_warm_up_rounds: WholeNumber = 0
-    """Rounds with whole updates at first."""
+    """Initial rounds with full updates."""
 
     pt_reserved_cores_perc: Share = 0.5
     """Share of the CPU cores left to torch."""
 
     steps_per_epoch: Count | None = None
-    """DeepSpeed writes it itself."""
+    """Set by DeepSpeed itself."""
 
 
 class AioConfig(Section):
-    """Asynchronous file requests of NVMe offload. `launch bench io PATH` finds the best values for a directory."""
+    """Asynchronous I/O of NVMe offload. `launch bench io PATH` finds the best values for a directory."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "single_submit": "every request is a system call of its own",
@@ -142,24 +142,25 @@ class AioConfig(Section):
     }
 
     block_size: Count = 1_048_576
-    """Bytes of a request; a multiple of 4096, else rounded up to one."""
+    """Bytes per request, rounded up to a multiple of 4096."""
 
     queue_depth: Count = 8
-    """Requests at a time, of each of `intra_op_parallelism`."""
+    """Requests in flight per `intra_op_parallelism`."""
 
     intra_op_parallelism: Count = 1
-    """Multiplies `queue_depth`: every request in flight is a thread that waits for the disk. `thread_count` is its old
-    name."""
+    """Multiplies `queue_depth`; every request in flight is a thread that waits for the disk. Formerly
+    `thread_count`."""
 
     single_submit: bool = False
-    """Requests are handed over one by one."""
+    """Submit requests one by one."""
 
     overlap_events: bool = True
     """Requests do not wait for earlier ones."""
 
     use_gds: bool = False
-    """Straight from the GPU to storage."""
+    """Transfer directly between GPU and storage."""
 
     checksum: Literal["samples", "all"] = "samples"
-    """The part of the data that is checked when they come back from NVMe: two words of every 4096 bytes, which costs
-    nothing and finds what disks lose or mix up, or all bytes, which reads the memory once more. Not in DeepSpeed."""
+    """The part of the data that is verified when it is read back from NVMe. "samples": two words of every
+    4096 bytes, which costs nothing and detects data that a disk loses or mixes up. "all": all bytes, which
+    reads the memory once more. Not in DeepSpeed."""

@@ -1,4 +1,4 @@
-"""`optimizer`: which one steps the shards, its keywords, and what is known of every type without importing torch."""
+"""`optimizer`: its type and keywords, and what is known of each type without importing torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.config.section import Pair, Section, complaint
 _COMMON = ("lr", "weight_decay", "foreach", "maximize", "differentiable")
 _ADAM = (*_COMMON, "betas", "eps", "amsgrad", "capturable", "fused")
 _SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
-"""DeepSpeed's own keywords of Adam, which torch's classes do not take."""
+"""DeepSpeed's own keywords of Adam, which torch's classes do not accept."""
 _EIGHT_BIT = ("lr", "betas", "eps", "weight_decay", "min_8bit_size")
 
 
@@ -21,10 +21,10 @@ class OptimizerType(NamedTuple):
     """One optimizer type.
 
     Attributes:
-        lr: learning rate when none is written.
-        keywords: keys that its params take.
-        defaults: values of other keys when they are not written, where they are not the class's own.
-        package: what has to be installed for it; None: it is torch's or ours.
+        lr: learning rate if none is set.
+        keywords: keys that its params accept.
+        defaults: defaults of other keys, if they differ from those of the class.
+        package: package that must be installed; None for torch's and our own types.
     """
 
     lr: float
@@ -54,7 +54,7 @@ TORCH: dict[str, OptimizerType] = {
         1e-2, ("lr", "etas", "step_sizes", "capturable", "foreach", "maximize", "differentiable")
     ),
 }
-"""Classes of torch.optim that step element by element, by their names there."""
+"""Elementwise optimizers of torch.optim, by class name."""
 
 OWN: dict[str, OptimizerType] = {
     "Lion": OptimizerType(
@@ -74,10 +74,10 @@ OWN: dict[str, OptimizerType] = {
         {"momentum": 0.95, "ns_method": "gram", "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0},
     ),
 }  # fmt: skip
-"""Types that are ours, with DeepSpeed's keywords and defaults."""
+"""Our own types, with DeepSpeed's keywords and defaults."""
 
 MUON_ADAM_LR = 3e-4
-"""Muon: learning rate of Adam's share when neither `lr` nor `adam_lr` is written."""
+"""Muon: learning rate of the parameters that Adam steps, if neither `lr` nor `adam_lr` is set."""
 
 FROM_PACKAGES: dict[str, OptimizerType] = {
     "Adam8bit": OptimizerType(1e-3, _EIGHT_BIT, {}, "bitsandbytes"),
@@ -88,10 +88,10 @@ FROM_PACKAGES: dict[str, OptimizerType] = {
     "MuAdamW": OptimizerType(1e-3, _ADAM, {}, "mup"),
     "MuSGD": OptimizerType(1e-3, (*_COMMON, "momentum", "dampening", "nesterov", "fused"), {}, "mup"),
 }
-"""Types of other packages: bitsandbytes' 8-bit states, and mup's rates by width."""
+"""Types of other packages: bitsandbytes' 8-bit optimizers, and mup's with width-dependent learning rates."""
 
 TYPES: dict[str, OptimizerType] = {**TORCH, **OWN, **FROM_PACKAGES}
-"""Types that can be used."""
+"""All supported types."""
 
 NOT_ON_SHARDS: dict[str, str] = {
     "LBFGS": "evaluates the loss several times within a step",
@@ -116,17 +116,17 @@ MEANT: dict[str, str] = {
     "paged_adamw_8bit": "PagedAdamW8bit",
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "Lion8bit"),
 }
-"""Names of classes, and of the Hugging Face Trainer's `optim`, that people write as a type -> the type they mean."""
+"""Class names, and names of the Hugging Face Trainer's `optim`, that users write as a type -> the type."""
 
 
 def canonical(name: Any) -> str | None:
-    """Return the optimizer's name in its own spelling, whatever case it was written in; None if there is none."""
+    """Return an optimizer's name in its canonical case; None if there is no such optimizer."""
     spellings = {known.lower(): known for known in (*TYPES, *NOT_ON_SHARDS, *REMOVED)}
     return spellings.get(name.lower()) if isinstance(name, str) else None
 
 
 def meant(name: str) -> str | None:
-    """Return the type that somebody means who writes the name of a class or of another program."""
+    """Return the type that corresponds to a class name or to a name of another program."""
     return {other.lower(): kind for other, kind in MEANT.items()}.get(name.lower())
 
 
@@ -137,7 +137,7 @@ def _decays(betas: tuple[float, float]) -> tuple[float, float]:
 
 
 class OptimizerParams(Section):
-    """Keywords of the optimizer. None means not written: the class's own default applies."""
+    """Keywords of the optimizer. None means not set: the default of the class applies."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "set_grad_none": "gradients are flat buffers that the next backward overwrites; there is nothing to set",
@@ -155,60 +155,61 @@ class OptimizerParams(Section):
     }
 
     lr: Annotated[float, Field(ge=0)] = 1e-3
-    """Learning rate. Muon: for matrices and for the parameters of Adam; 0.02 and 3e-4 if left out."""
+    """Learning rate. Muon: of the matrices and of the parameters that Adam steps; 0.02 and 3e-4 if not
+    set."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay; 0 for Adam and AdamW when left out, as in DeepSpeed; 0.01 for AdamW with torch_adam."""
+    """Weight decay. If not set: 0 for Adam and AdamW, as in DeepSpeed; 0.01 for AdamW with torch_adam."""
 
     betas: Annotated[Pair, AfterValidator(_decays)] | None = None
     """Adam family: decay of the first and second moment, each in [0, 1)."""
 
     eps: Annotated[float, Field(ge=0)] | None = None
-    """Added to a denominator."""
+    """Added to the denominator."""
 
     adam_w_mode: bool = True
-    """Adam: decoupled weight decay, that is AdamW; false: weight decay as L2. AdamW is always decoupled."""
+    """Adam: decoupled weight decay, as in AdamW. False: L2 weight decay. AdamW is always decoupled."""
 
     torch_adam: bool = False
-    """DeepSpeed: torch's class instead of its fused one. Here it is always torch's."""
+    """DeepSpeed: use torch's class instead of its fused one. Here torch's class is always used."""
 
     bias_correction: bool = True
-    """Adam, Lamb: correct the moments for their start at zero."""
+    """Adam, Lamb: correct the bias of the moments, which start at zero."""
 
     set_grad_none: bool = True
     """DeepSpeed's fused Adam and Lion: whether clearing a gradient frees it."""
 
     fp32_optimizer_states: bool = True
-    """Adam, Adagrad, Lion, Muon: moments in float32; false: in bfloat16 where the master weights are bfloat16
+    """Adam, Adagrad, Lion, Muon: float32 moments. False: bfloat16 moments if the master weights are bfloat16
     (bf16.bf16_master_weights_and_grads), the same as bf16.bf16_optimizer_states."""
 
     amsgrad: bool | None = None
-    """Adam family: the largest second moment so far (Reddi et al. 2018)."""
+    """Adam family: use the largest second moment so far (Reddi et al. 2018)."""
 
     momentum: Annotated[float, Field(ge=0)] | None = None
-    """SGD, RMSprop: momentum. Muon: decay of its momentum, 0.95 when left out; Nesterov's form, as in DeepSpeed."""
+    """SGD, RMSprop: momentum. Muon: decay of its Nesterov momentum, 0.95 if not set, as in DeepSpeed."""
 
     muon_lr: Annotated[float, Field(ge=0)] | None = None
-    """Muon: learning rate of matrices; null: `lr`."""
+    """Muon: learning rate of the matrices. Null: `lr`."""
 
     adam_lr: Annotated[float, Field(ge=0)] | None = None
-    """Muon: learning rate of everything else, which AdamW steps; null: `lr`."""
+    """Muon: learning rate of all other parameters, which AdamW steps. Null: `lr`."""
 
     ns_method: Literal["gram", "standard"] | None = None
-    """Muon: the five Newton-Schulz steps on the small Gram matrix ("gram", less work for matrices that are not
-    square; float16 on GPUs) or on the matrix itself ("standard"; bfloat16 on GPUs)."""
+    """Muon: run the five Newton-Schulz steps on the small Gram matrix ("gram", less work for matrices that
+    are not square; float16 on GPUs) or on the matrix itself ("standard"; bfloat16 on GPUs)."""
 
     max_coeff: Annotated[float, Field(gt=0)] | None = None
-    """Lamb: upper bound of the trust ratio; 10 when left out."""
+    """Lamb: upper bound of the trust ratio; 10 if not set."""
 
     min_coeff: Annotated[float, Field(ge=0)] | None = None
-    """Lamb: lower bound of the trust ratio; 0.01 when left out."""
+    """Lamb: lower bound of the trust ratio; 0.01 if not set."""
 
     eps_inside_sqrt: bool = False
-    """Lamb: add eps under the root instead of to it."""
+    """Lamb: add eps inside the square root instead of outside."""
 
     min_8bit_size: Annotated[int, Field(ge=0)] | None = None
-    """bitsandbytes: slices of fewer elements keep their moments in 32 bits."""
+    """bitsandbytes: slices with fewer elements keep their moments in 32 bits."""
 
     dampening: float | None = None
     """SGD: dampening of momentum."""
@@ -220,7 +221,7 @@ class OptimizerParams(Section):
     """RMSprop: smoothing; ASGD: power of the step size."""
 
     centered: bool | None = None
-    """RMSprop: divide by the variance."""
+    """RMSprop: normalize by an estimate of the variance."""
 
     rho: float | None = None
     """Adadelta: decay of squared gradients."""
@@ -229,7 +230,7 @@ class OptimizerParams(Section):
     """Adagrad: decay of the learning rate."""
 
     initial_accumulator_value: float | None = None
-    """Adagrad: start of the accumulator."""
+    """Adagrad: initial value of the accumulator."""
 
     lambd: float | None = None
     """ASGD: decay term."""
@@ -250,16 +251,16 @@ class OptimizerParams(Section):
     """Rprop: smallest and largest step."""
 
     foreach: bool | None = None
-    """torch: one kernel over many tensors; null lets torch choose."""
+    """torch: one kernel over many tensors. Null: torch chooses."""
 
     fused: bool | None = None
-    """torch: one fused kernel. Left out or null: used where torch has one (Adam, AdamW, SGD, Adagrad)."""
+    """torch: one fused kernel. Not set or null: used if torch has one (Adam, AdamW, SGD, Adagrad)."""
 
     maximize: bool | None = None
     """torch: ascend instead of descend."""
 
     capturable: bool | None = None
-    """torch: safe inside a CUDA graph."""
+    """torch: safe to capture in a CUDA graph."""
 
     differentiable: bool | None = None
     """torch: autograd through the step."""
@@ -272,13 +273,13 @@ class OptimizerConfig(Section):
         "legacy_fusion": "it chooses between two of DeepSpeed's fp16 wrappers, which compute the same",
     }
     type: str
-    """Adam, AdamW, Lion, Lamb, Muon, Adagrad, SGD or another elementwise class of torch.optim; AdamW8bit and its like
-    with bitsandbytes, MuAdam, MuAdamW and MuSGD with mup installed. Upper and lower case do not matter.
-    Muon steps parameters of two or more dimensions whose name has none of "embed", "lm_head" and "bias" in it
-    (`use_muon` set on a parameter overrules that), AdamW the others."""
+    """Adam, AdamW, Lion, Lamb, Muon, Adagrad, SGD or another elementwise class of torch.optim; AdamW8bit and
+    similar if bitsandbytes is installed, MuAdam, MuAdamW and MuSGD if mup is. Case-insensitive.
+    Muon steps parameters of two or more dimensions whose names contain none of "embed", "lm_head" and "bias"
+    (`use_muon` set on a parameter overrides this), and AdamW steps the others."""
 
     legacy_fusion: bool = False
-    """DeepSpeed: an old wrapper of its fused Adam in fp16."""
+    """DeepSpeed: use an old wrapper of its fused Adam in fp16."""
 
     params: OptimizerParams = Field(default_factory=OptimizerParams.model_construct)
     """Keywords of the optimizer."""
@@ -293,7 +294,7 @@ class OptimizerConfig(Section):
         defaults = {"lr": TYPES[kind].lr, **TYPES[kind].defaults}
         decoupled = kind == "AdamW" or (kind == "Adam" and written.get("adam_w_mode", True))
         if decoupled and written.get("torch_adam") is True:
-            defaults["weight_decay"] = 0.01  # torch's AdamW, taken as it is
+            defaults["weight_decay"] = 0.01  # the default of torch's AdamW
         if kind == "Muon" and written.get("lr") is None:
             defaults["adam_lr"] = MUON_ADAM_LR
         return defaults

@@ -46,7 +46,7 @@ def _patterns(value: Any) -> Any:
 
 
 def _shape(value: Any) -> Any:
-    """Return lists as tuples; every size is a whole number from 1, or -1 outside of an inner list."""
+    """Convert lists to tuples; every size is an integer of at least 1, or -1 outside of an inner list."""
 
     def size(item: Any, least: int) -> bool:
         return isinstance(item, int) and not isinstance(item, bool) and item >= least and item != 0
@@ -66,35 +66,35 @@ def _shape(value: Any) -> Any:
 
 
 class LayerPattern(Section):
-    """One rule. The first one with a pattern that matches a parameter's name says how that parameter is split."""
+    """A rule for splitting parameters. For each parameter, the first rule with a matching pattern applies."""
 
     differs: ClassVar[dict[str, str]] = {
         "patterns": "required; a rule that no parameter matches is an error, as is an invalid pattern",
     }
 
     patterns: Annotated[tuple[Annotated[str, AfterValidator(_compiles)], ...], BeforeValidator(_patterns)]
-    """Regular expressions for names of parameters, as `named_parameters()` gives them; matched from the start."""
+    """Regular expressions for parameter names, as in `named_parameters()`; matched from the name's start."""
 
     partition_type: Annotated[PartitionKind, BeforeValidator(lower)] = "column"
-    """"column": the outputs of the layer are split. "row": its inputs are, and the results are summed over the ranks.
-    "skip": every rank has the whole parameter."""
+    """"column": the outputs of the layer are split. "row": its inputs are split, and the results are summed
+    over the ranks. "skip": the parameter is replicated."""
 
     shape: Annotated[SubParamShape, BeforeValidator(_shape)] | None = None
-    """How a packed weight is read before it is split: [3, -1] is three equal matrices one above the other,
-    [[4096, 1024, 1024], -1] three of those heights, [8, -1, 4096] eight; each of them is split. -1 is found from the
+    """Layout of a packed weight, each of whose matrices is split: [3, -1] is three equal matrices stacked
+    vertically, [[4096, 1024, 1024], -1] three of these heights, [8, -1, 4096] eight. -1 is inferred from the
     parameter. Null: one matrix."""
 
     partition_dim: WholeNumber | None = None
-    """The dim that is split, of `shape` where that is written. Null: 0 for "column", 1 for "row"."""
+    """The dim to split, of `shape` if that is set. Null: 0 for "column", 1 for "row"."""
 
     model_types: Names | None = None
-    """The rule is for these model types only (`model_type` in the model's config.json); null: for all."""
+    """Model types to which the rule applies (`model_type` in the model's config.json). Null: all."""
 
     gather_output: bool = False
-    """"column": the outputs are gathered, so that every rank has all of them."""
+    """For "column": gather the outputs, so that every rank has all of them."""
 
     grad_allreduce: bool = False
-    """"skip": the gradients of the ranks are summed, where each sees a part of the activations only."""
+    """For "skip": sum the gradients over the ranks, if each rank sees only a part of the activations."""
 
     @property
     def dim(self) -> int:
@@ -103,7 +103,7 @@ class LayerPattern(Section):
 
 
 class PartitionConfig(Section):
-    """Your own rules; they come before the plan of the model."""
+    """The user's own rules; they take precedence over the model's plan."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "embedding_partition_dim": "DeepSpeed does not read it, either; embeddings are split over the vocabulary",
@@ -117,28 +117,28 @@ class PartitionConfig(Section):
     }
 
     use_default_specs: bool = True
-    """A parameter that no rule matches is split as the model's own plan says; false: it stays whole."""
+    """Split a parameter that no rule matches according to the model's own plan. False: it is replicated."""
 
     strict_mode: bool = False
-    """A linear layer that neither a rule nor the plan covers is an error; false: it stays whole."""
+    """Raise an error for a linear layer that neither a rule nor the plan covers. False: it is replicated."""
 
     tp_size: Count = 1
     """1, or the same as `autotp_size`."""
 
     embedding_partition_dim: WholeNumber = 1
-    """Nothing reads it."""
+    """Ignored."""
 
     lm_head_patterns: Names = ("lm_head", "embed_out")
-    """DeepSpeed knows output heads by these names."""
+    """Names by which DeepSpeed recognizes output heads."""
 
     layer_specs: tuple[LayerPattern, ...] = Field(default=())
-    """Rules in order: for each parameter the first match applies."""
+    """Rules, in order: the first match applies to a parameter."""
 
 
 class TpConfig(Section):
-    """A second place for the degree, also written `tensor_parallel.tensor_parallel`.
+    """A second place for the tensor-parallel degree, also written `tensor_parallel.tensor_parallel`.
 
-    When the degree stands only here, DeepSpeed splits nothing and says nothing; here that is an error.
+    If the degree is set only here, DeepSpeed silently splits nothing; this launcher raises an error.
     """
 
     without_effect: ClassVar[dict[str, str]] = {
@@ -149,7 +149,7 @@ class TpConfig(Section):
     """1, or the same as `autotp_size`."""
 
     tp_grain_size: Count = 1
-    """DeepSpeed can make the shares multiples of this size."""
+    """DeepSpeed can make shard sizes multiples of this."""
 
 
 def _is_here(backend: str) -> str:
@@ -160,10 +160,10 @@ def _is_here(backend: str) -> str:
 
 
 class TensorParallelConfig(Section):
-    """The layers of a Hugging Face causal LM are split over neighbouring ranks, at every ZeRO stage.
+    """Tensor parallelism: the layers of a Hugging Face causal LM are split over neighbouring ranks.
 
-    The ranks of a group work on the same sequences: data-parallel ranks are all ranks / `autotp_size`, and ZeRO shards
-    over those.
+    It works at every ZeRO stage. The ranks of a group process the same sequences: the data-parallel degree is
+    the number of ranks / `autotp_size`, and ZeRO shards over the data-parallel ranks.
     """
 
     aliases: ClassVar[dict[str, str]] = {
@@ -182,32 +182,34 @@ class TensorParallelConfig(Section):
     }
 
     autotp_size: WholeNumber = 0
-    """Number of ranks that share each layer; 0 and 1: layers are not split. It must divide the number of ranks."""
+    """Tensor-parallel degree: the number of ranks that share each layer. 0 and 1: layers are not split. It
+    must divide the number of ranks."""
 
     dtype: Dtype | None = None
-    """Dtype of the split layers; null: that of the model. It follows from `fp16` and `bf16`; another one is refused."""
+    """Dtype of the split layers. It follows from `fp16` and `bf16`; any other value is refused. Null: the
+    dtype of the model."""
 
     tp_overlap_comm: Annotated[bool, BeforeValidator(null_is_true)] = True
-    """In the backward of a column-split layer the gradient of the input is reduced while the gradient of the weight is
-    computed."""
+    """In the backward of a column-parallel layer, overlap the reduction of the input gradient with the
+    computation of the weight gradient."""
 
     sequence_parallel: bool = False
-    """Between the split layers each rank has a slice of the sequence: norms, dropout and residuals are neither computed
-    nor kept twice (Korthikanti et al. 2022, arXiv:2205.05198). Reduce-scatter and all-gather take the place of
-    all-reduce; as many bytes are sent."""
+    """Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): between the split layers, each rank
+    has a slice of the sequence, so that norms, dropout and residuals are neither computed nor stored
+    redundantly. Reduce-scatter and all-gather replace all-reduce, with the same communication volume."""
 
     vocab_parallel_lm_head: bool | None = None
-    """True: the output head must be split over the vocabulary, and no rank ever has all logits while it trains; a
-    model that does not allow it is an error. False: logits are gathered. Null: split where the model allows it."""
+    """True: the LM head is split over the vocabulary, and no rank ever holds all logits in training; an error
+    if the model does not support it. False: logits are gathered. Null: split if the model supports it."""
 
     vocab_parallel_ce_backend: Annotated[Literal["torch", "liger"], AfterValidator(_is_here)] = "torch"
-    """Code of the loss on split logits. "liger" is refused."""
+    """Implementation of the loss on split logits. "liger" is refused."""
 
     tp: TpConfig = Field(default_factory=TpConfig.model_construct)
-    """A second place for the degree."""
+    """A second place for the tensor-parallel degree."""
 
     partition_config: PartitionConfig | None = None
-    """Own rules; null: the model's own plan alone."""
+    """The user's own rules. Null: only the model's plan."""
 
     preset_model: (
         Annotated[
@@ -216,25 +218,26 @@ class TensorParallelConfig(Section):
         ]
         | None
     ) = None
-    """DeepSpeed has rules for these models; here every model is split by its own plan."""
+    """Models for which DeepSpeed has rules; here every model is split by its own plan."""
 
     keep_module_on_host: bool = False
-    """DeepSpeed can leave loaded weights in host memory until they are split."""
+    """DeepSpeed can keep loaded weights in host memory until they are split."""
 
     replace_with_kernel_inject: bool = False
     """DeepSpeed can inject inference kernels."""
 
     @property
     def degree(self) -> int:
-        """Return how many ranks share a layer, at least 1."""
+        """Return the tensor-parallel degree, at least 1."""
         return 1 if self.autotp_size == AUTO else max(1, self.autotp_size)
 
 
 class ContextParallelConfig(Section):
-    """The tokens of each sequence are shared by neighbouring ranks. They work on the same sequences: data-parallel
-    ranks are all ranks / (`ulysses` x `ring`), and ZeRO shards over both.
+    """Context parallelism: neighbouring ranks share the tokens of each sequence.
 
-    Without the section, `sequence_parallel_size` says how many ranks share a sequence.
+    They process the same sequences: the data-parallel degree is the number of ranks / (`ulysses` x `ring`),
+    and ZeRO shards over both axes. Without this section, `sequence_parallel_size` sets how many ranks share a
+    sequence.
     """
 
     differs: ClassVar[dict[str, str]] = {
@@ -243,20 +246,21 @@ class ContextParallelConfig(Section):
     }
 
     ulysses: WholeNumber = 0
-    """Ranks that exchange heads for tokens around attention (Jacobs et al. 2023, arXiv:2309.14509); it must divide the
-    query heads. 0: as many as the heads allow, of those that the ring leaves."""
+    """Number of ranks that exchange heads for tokens around attention (Jacobs et al. 2023, arXiv:2309.14509).
+    It must divide the number of query heads. 0: as large as the heads allow, given `ring`."""
 
     ring: WholeNumber = 0
-    """Ranks, or groups of `ulysses` ranks, that send keys and values round (Liu et al. 2023, arXiv:2310.01889). 0: as
-    many as Ulysses leaves."""
+    """Number of ranks, or groups of `ulysses` ranks, that pass keys and values around a ring (Liu et al.
+    2023, arXiv:2310.01889). 0: what `ulysses` leaves."""
 
     layout: Annotated[Literal["zigzag", "contiguous", "striped"], BeforeValidator(lower)] = "zigzag"
-    """Which tokens a rank of the ring has. "zigzag": one part from the beginning and one from the end, so that causal
-    attention is as much work on every rank. "contiguous": one part. "striped": every `ring`-th token."""
+    """How tokens are assigned to the ranks of the ring. "zigzag": one chunk from the beginning and one from
+    the end, so that the work of causal attention is balanced. "contiguous": one chunk. "striped": every
+    `ring`-th token."""
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Return (ulysses, ring), 0 for one that is left open, also by "auto"."""
+        """Return (ulysses, ring); 0 for a degree that is left open or "auto"."""
         ulysses, ring = (size if isinstance(size, int) else 0 for size in (self.ulysses, self.ring))
         return ulysses, ring
 
@@ -264,17 +268,17 @@ class ContextParallelConfig(Section):
 METHODS = ("best", "uniform", "parameters", "profile")
 TYPE = "type:"
 CHUNKS = {"interleaved": 2, "zbv": 2}
-"""Schedule -> virtual stages of a rank unless `chunks` says otherwise; those not named have one."""
+"""Schedule -> virtual stages per rank, unless `chunks` is set; one for other schedules."""
 ASYNCHRONOUS = {
     "pipedream": "each stage updates its weights after every microbatch; on stage k of P a microbatch sees "
     "weights that are up to P - 1 - k updates old, in its forward and in its backward",
     "2bw": "all microbatches of a step see weights that are one update old; the first step sees the initial weights",
 }
-"""Schedules whose gradients are those of older weights -> of which ones."""
+"""Schedules that compute gradients with stale weights -> which weights."""
 
 
 def method_of(text: Any) -> str | None:
-    """Return a method of dealing out in small letters, a regular expression in its own; None where it is none."""
+    """Return a partition method in lower case, but a regular expression unchanged; None if it is neither."""
     name = text.strip() if isinstance(text, str) else ""
     if name.lower() in METHODS:
         return name.lower()
@@ -292,11 +296,12 @@ def _method(value: Any) -> Any:
 
 
 class PipelineConfig(Section):
-    """The blocks of a Hugging Face causal LM, or the layers of a `PipelineModule`, are divided among stages of ranks.
+    """Pipeline parallelism for the blocks of a Hugging Face causal LM or the layers of a `PipelineModule`.
 
-    A microbatch goes through the stages one after the other; a step has `gradient_accumulation_steps` of them. All
-    ranks are stages x data-parallel ranks x `tensor_parallel.autotp_size`, and ZeRO shards what a stage holds over its
-    data-parallel ranks. If a key is left out, the argument of a PipelineModule applies.
+    Each microbatch passes through the stages one after the other; a step has `gradient_accumulation_steps`
+    microbatches. The number of ranks is stages x data-parallel degree x `tensor_parallel.autotp_size`, and
+    ZeRO shards the state of a stage over its data-parallel ranks. A key that is not set has the value of the
+    PipelineModule's argument.
     """
 
     without_effect: ClassVar[dict[str, str]] = {
@@ -315,72 +320,73 @@ class PipelineConfig(Section):
     }
 
     stages: Count | None = None
-    """Stages: groups of ranks that each hold a part of the layers. Null: 1, or what a PipelineModule says."""
+    """Number of stages. Each stage is a group of ranks that holds a part of the layers. Null: 1, or the
+    number of stages of a PipelineModule."""
 
     partition: Annotated[str, BeforeValidator(_method)] = "best"
-    """The quantity that is balanced among the stages: "best" the estimated operations of a forward, "uniform" the
-    number of layers, "parameters" their elements, "type:REGEX" the layers whose class name matches, "profile" the
-    times that rank 0 measures before the cut (of a PipelineModule with the first rows of
-    initialize(training_data=...))."""
+    """The quantity that is balanced over the stages: "best" the estimated operations of a forward, "uniform"
+    the number of layers, "parameters" the number of parameters, "type:REGEX" the number of layers whose class
+    name matches, "profile" the layer times that rank 0 measures before partitioning (for a PipelineModule, on
+    the first rows of initialize(training_data=...))."""
 
     seed_layers: bool = False
-    """The layer i of a PipelineModule is made under the seed `base_seed` + i. False: under one of its own, too, from
-    `base_seed` and i; first values never depend on the cut."""
+    """Initialize layer i of a PipelineModule with the seed `base_seed` + i. False: with another seed derived
+    from `base_seed` and i. In both cases, initial values do not depend on the partition."""
 
     activation_checkpoint_interval: WholeNumber = 0
-    """Number of neighbouring layers of a stage that are recomputed together in backward. 0: what
-    `activation_checkpointing`,
-    or the PipelineModule, says."""
+    """Number of consecutive layers of a stage that are recomputed together in backward. 0: as set by
+    `activation_checkpointing` or the PipelineModule."""
 
     pipe_partitioned: bool = True
-    """In DeepSpeed each tensor-parallel rank sends its share of the activations to the next stage, where they are
-    gathered."""
+    """In DeepSpeed, each tensor-parallel rank sends its share of the activations to the next stage, where
+    they are gathered."""
 
     grad_partitioned: bool = True
-    """The same for the gradients that go back."""
+    """The same for the gradients sent to the previous stage."""
 
     use_reentrant: bool = True
-    """DeepSpeed has two kinds of checkpointing."""
+    """Selects one of DeepSpeed's two implementations of checkpointing."""
 
     schedule: Annotated[
         Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "pipedream", "2bw"], BeforeValidator(lower)
     ] = "1f1b"
-    """The order of work: "gpipe" all forwards first (arXiv:1811.06965); "1f1b" each forward after a backward, which
-    keeps at most as many microbatches as stages (arXiv:2006.09503); "interleaved" several chunks a rank
-    (arXiv:2104.04473); "zb-h1" and "zbv" postpone weight gradients to fill the gaps (arXiv:2401.10241).
-    Two are experimental: asynchronous, and NOT equal to training in one process, for gradients are those of older
-    weights. "pipedream" (SOSP 2019) updates after every microbatch, which counts as a batch of its own; its backward
-    sees the weights of its forward, kept for it: up to P - k versions on stage k of P. "2bw" (arXiv:2006.09503)
-    updates once a step with the gradient at the weights of one update ago: w(t+1) = w(t) - lr * gradient at w(t-1); 2
-    versions."""
+    """The pipeline schedule. "gpipe": all forwards first (arXiv:1811.06965). "1f1b": forwards and backwards
+    alternate, with at most as many microbatches in flight as stages (arXiv:2006.09503). "interleaved":
+    several chunks per rank (arXiv:2104.04473). "zb-h1" and "zbv": weight gradients are postponed to fill the
+    bubble (arXiv:2401.10241).
+    Two schedules are experimental: asynchronous, and NOT equal to training in one process, because gradients
+    are computed with stale weights. "pipedream" (SOSP 2019) updates after every microbatch, which counts as a
+    batch of its own; its backward uses the weights of its forward, which are kept: up to P - k versions on
+    stage k of P. "2bw" (arXiv:2006.09503) updates once per step with the gradient at the weights of one
+    update ago: w(t+1) = w(t) - lr * gradient at w(t-1); 2 versions."""
 
     chunks: Count | None = None
-    """Model chunks (virtual stages) per rank; they are not neighbours. Null: 2 for "interleaved" and "zbv", else 1."""
+    """Non-adjacent model chunks (virtual stages) per rank. Null: 2 for "interleaved" and "zbv", else 1."""
 
     reduce_per_microbatch: bool = False
-    """ZeRO stages 2 and 3 reduce gradients after every microbatch, and hold a shard of them. False: once a step, with
-    whole gradients of the rank's layers in the meantime."""
+    """At ZeRO stages 2 and 3, reduce gradients after every microbatch and hold only a shard of them. False:
+    reduce once per step, and hold the unsharded gradients of the rank's layers until then."""
 
     gather_per_microbatch: bool = False
-    """ZeRO stage 3 gathers parameters for every forward and backward of a microbatch. False: once a step; they are kept
-    until its last backward."""
+    """At ZeRO stage 3, gather parameters for every forward and backward of a microbatch. False: once per
+    step; they stay gathered until the last backward."""
 
     @property
     def degree(self) -> int:
-        """Return how many ranks the layers are dealt out to, at least 1."""
+        """Return the number of stages, at least 1."""
         return 1 if self.stages in (None, AUTO) else int(self.stages or 1)
 
     @property
     def chunks_of_rank(self) -> int:
-        """Return the number of virtual stages of a rank, at least 1."""
+        """Return the number of virtual stages per rank, at least 1."""
         return CHUNKS.get(self.schedule, 1) if self.chunks in (None, AUTO) else int(self.chunks or 1)
 
     @property
     def asynchronous(self) -> bool:
-        """Return whether gradients are those of older weights."""
+        """Return whether gradients are computed with stale weights."""
         return self.schedule in ASYNCHRONOUS
 
     @property
     def updates_inside(self) -> bool:
-        """Return whether each stage updates its weights after each microbatch, inside of a step."""
+        """Return whether each stage updates its weights after each microbatch, within a step."""
         return self.schedule == "pipedream"

@@ -40,33 +40,33 @@ class Fp16Config(Section):
     """Parameters and gradients are float16. Not together with bf16.enabled or torch_autocast.enabled."""
 
     auto_cast: bool = False
-    """Floating-point inputs of the model are cast to float16."""
+    """Cast floating-point inputs of the model to float16."""
 
     loss_scale: Annotated[float, Field(ge=0)] = 0.0
-    """Fixed factor of the loss; 0 finds one by itself (dynamic)."""
+    """Fixed loss scale; 0 enables dynamic loss scaling."""
 
     initial_scale_power: Annotated[WholeNumber, Field(le=127)] = 16
-    """A dynamic scale starts at 2 to this power."""
+    """Initial dynamic loss scale, as a power of 2."""
 
     loss_scale_window: Count = 1000
-    """Steps without overflow before a dynamic scale doubles; the step that doubles it comes after them."""
+    """Steps without overflow before a dynamic scale doubles; it doubles in the step after them."""
 
     hysteresis: Count = 2
-    """Overflows before a dynamic scale halves: the first hysteresis - 1 only skip their step."""
+    """Overflows before a dynamic scale halves: the first hysteresis - 1 only skip the step."""
 
     consecutive_hysteresis: bool = False
-    """A step without overflow refills the count of `hysteresis`."""
+    """Reset the count of `hysteresis` after a step without overflow."""
 
     min_loss_scale: Annotated[float, Field(ge=0)] = 1
-    """Floor of a dynamic scale, from 1; an overflow at the floor ends the run."""
+    """Lower bound of a dynamic scale, at least 1; an overflow at this bound ends the run."""
 
     fp16_master_weights_and_grads: bool = False
-    """The optimizer steps the float16 weights themselves, and there is no float32 copy of them: 4 bytes a parameter
-    less, and steps smaller than 1/2048 of a weight are lost. Moments are float32."""
+    """Step the float16 weights directly, without a float32 copy of them. This saves 4 bytes per parameter,
+    but updates smaller than 1/2048 of a weight are lost. Moments are float32."""
 
     @classmethod
     def is_unused(cls, key: str, values: Mapping[str, Any], tree: Mapping[str, Any]) -> bool:
-        """Nothing reads the keys of a dynamic scale where the scale is fixed, or where no float16 is computed."""
+        """Return whether `key` is for a dynamic scale, but the scale is fixed or float16 is not used."""
         if key not in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"):
             return False
         autocast = tree.get("torch_autocast")
@@ -79,7 +79,7 @@ class Fp16Config(Section):
 
 
 class Bf16Config(Section):
-    """Train in bfloat16, with float32 master weights unless the keys below say otherwise."""
+    """Train in bfloat16, with float32 master weights unless configured otherwise below."""
 
     without_effect: ClassVar[dict[str, str]] = {
         "immediate_grad_update": "gradients always go into their buffer as soon as the backward of their unit ends, "
@@ -95,18 +95,19 @@ class Bf16Config(Section):
     """Parameters and gradients are bfloat16. Not together with fp16.enabled or torch_autocast.enabled."""
 
     check_grad_overflow: bool = True
-    """Skip the step when a gradient is infinite or not a number (DeepSpeed's default since June 2026)."""
+    """Skip the step if a gradient is infinite or NaN (DeepSpeed's default since June 2026)."""
 
     immediate_grad_update: bool = False
-    """DeepSpeed can add each gradient to its float32 buffer at once, not at the end of the backward; here that is
-    always so, for every `data_types.grad_accum_dtype`."""
+    """DeepSpeed can add each gradient to its float32 buffer immediately instead of at the end of the
+    backward; here this is always done, for every `data_types.grad_accum_dtype`."""
 
     bf16_master_weights_and_grads: bool = False
-    """The optimizer steps the bfloat16 weights themselves, and there is no float32 copy of them: 4 bytes a parameter
-    less, and steps smaller than 1/256 of a weight are lost. Moments are float32 unless `bf16_optimizer_states`."""
+    """Step the bfloat16 weights directly, without a float32 copy of them. This saves 4 bytes per parameter,
+    but updates smaller than 1/256 of a weight are lost. Moments are float32 unless `bf16_optimizer_states` is
+    set."""
 
     bf16_optimizer_states: bool = False
-    """The optimizer's moments are bfloat16 too: with Adam 4 bytes a parameter less. Needs
+    """Keep the optimizer's moments in bfloat16 too, which saves 4 bytes per parameter with Adam. Requires
     `bf16_master_weights_and_grads`."""
 
 
@@ -130,32 +131,33 @@ class TorchAutocastConfig(Section):
     """Run the forward under torch.autocast. Not together with fp16.enabled or bf16.enabled."""
 
     dtype: Annotated[Literal["fp16", "bf16"] | None, BeforeValidator(short_name)] = None
-    """Dtype of the operations that autocast covers: "bfloat16" or "float16"; null is bfloat16. float16 has a loss
-    scale, by the numbers of the `fp16` section, whose `enabled` stays false."""
+    """Dtype of the operations that autocast covers, "bfloat16" or "float16". Null: bfloat16. With float16,
+    the loss is scaled with the settings of the `fp16` section, whose `enabled` stays false."""
 
     lower_precision_safe_modules: Annotated[Names, AfterValidator(_full_names)] | None = None
-    """Full names of module classes ("torch.nn.Linear") whose parameters are held, gathered and reduced in the lower
-    dtype, with float32 master weights. At stage 3 that halves the gathers, and nothing but the shards is kept from
-    forward to backward. Null or []: none; autocast casts the float32 weights at each use."""
+    """Fully qualified names of module classes ("torch.nn.Linear") whose parameters are stored, gathered and
+    reduced in the lower dtype, with float32 master weights. At stage 3 this halves the volume of all-gathers,
+    and only the shards are kept between forward and backward. Null or []: none; autocast casts the float32
+    weights at each use."""
 
 
 class DataTypesConfig(Section):
-    """Extra choices of dtype."""
+    """Additional dtypes."""
 
     differs: ClassVar[dict[str, str]] = {
         "keep_in_fp32_modules": "parameters are kept in float32 too, not only buffers, at every stage",
     }
 
     grad_accum_dtype: Dtype | None = None
-    """Dtype in which gradients of several microbatches are summed; null: the dtype of the model."""
+    """Dtype in which gradients are accumulated over microbatches. Null: the dtype of the model."""
 
     param_dtype: Dtype | None = None
-    """Dtype of the parameters. It follows from `fp16` and `bf16`; another one is refused. Null: what they say."""
+    """Dtype of the parameters; it must agree with `fp16` and `bf16`. Null: as these set it."""
 
     buffer_dtype: Dtype | None = None
-    """Dtype that the model's floating-point buffers are cast to; null leaves them as they are."""
+    """Dtype that the model's floating-point buffers are cast to. Null: they are not cast."""
 
     keep_in_fp32_modules: Names | None = None
-    """Parameters and buffers that stay float32 in a 16-bit model: parts of their names, `*` for any characters. Null or
-    "auto": what a Hugging Face model names itself (`_keep_in_fp32_modules_strict`, and `_keep_in_fp32_modules` under
-    fp16). []: none."""
+    """Parameters and buffers that stay float32 in a 16-bit model, by substrings of their names, with `*` for
+    any characters. Null or "auto": those that a Hugging Face model lists itself
+    (`_keep_in_fp32_modules_strict`, and `_keep_in_fp32_modules` under fp16). []: none."""

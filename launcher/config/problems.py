@@ -1,4 +1,4 @@
-"""The problems of a configuration: all of them at once, each with its place and a way out."""
+"""The problems of a configuration, reported all at once, each with its position and a fix."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from launcher.errors import ConfigError, printable, shortened
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-MOST = 40  # problems in a message
+MOST = 40  # problems listed in a message
 
 NoteKind: TypeAlias = Literal["converted", "differs", "no effect", "comment", "foreign"]
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Way from the root of the JSON to a value: keys, and indices of list items."""
+"""Path from the root of the JSON to a value: keys, and indices of list items."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Problem:
     """One mistake.
 
     Attributes:
-        path: the key it is about.
-        what: the mistake, in plain words, without the key's name.
+        path: the key with the mistake.
+        what: what is wrong, without the key's name.
         fix: what to write instead.
         suggestion: dotted path of the key that was probably meant.
     """
@@ -39,13 +39,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Note:
-    """Something a person should know of a key though nothing is wrong.
+    """A remark on a key that is not an error.
 
     Attributes:
-        path: the key it is about.
-        kind: "converted" for an obsolete spelling, "no effect" for a key that does nothing here, "comment" for a text
-            that is no key, "foreign" for a key that a script keeps for itself, else "differs".
-        what: in plain words, without the key's name.
+        path: the key.
+        kind: "converted" for an obsolete spelling, "no effect" for a key that does nothing here, "comment"
+            for text that is not a key, "foreign" for a key that a script reads itself, else "differs".
+        what: the remark, without the key's name.
     """
 
     path: Path
@@ -58,9 +58,9 @@ class Note:
 
 
 class ConfigProblems(ConfigError):
-    """Every problem of one configuration; `problems` holds them one by one.
+    """Reports every problem of one configuration; `problems` lists them.
 
-    `described` gives place and name of a key, as they were written.
+    `described` returns the position and the name of a key, as written.
     """
 
     def __init__(self, name: str, problems: Iterable[Problem], described: Callable[[Path], str]) -> None:
@@ -77,7 +77,7 @@ class ConfigProblems(ConfigError):
 
 
 def dotted(path: Path) -> str:
-    """Write a path as `zero_optimization.stage`, `optimizer.params.betas[1]`; the root as `(the whole config)`."""
+    """Format a path as `optimizer.params.betas[1]`; the root is `(the whole config)`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else "." * bool(text) + (shortened(part) or '""')
@@ -88,13 +88,13 @@ _COMMENT = re.compile(r"(//|#).*|[_/#]*(comments?|notes?|description|readme)_?\d
 
 
 def is_comment(key: str, value: Any) -> bool:
-    """Return whether it is a comment: JSON has none, so people write a text under `_comment`, `//` and the like."""
+    """Return whether a member is a comment, that is, text under a key such as `_comment` or `//`."""
     texts = value if isinstance(value, list) else [value]
     return bool(_COMMENT.fullmatch(key)) and all(isinstance(text, str) for text in texts)
 
 
 def show(value: Any) -> str:
-    """Write a value the way it stands in JSON, shortened."""
+    """Format a value as in JSON, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -112,12 +112,12 @@ def show(value: Any) -> str:
 
 
 def in_json(value: Any) -> str:
-    """Write a value like `show`, and a text in its quotes."""
+    """Format a value like `show`, except that a string is only quoted."""
     return f'"{printable(shortened(value, 40))}"' if isinstance(value, str) else show(value)
 
 
 def distance(one: str, other: str) -> int:
-    """Count the edits between two words: insert, delete, replace a letter, or swap two neighbours.
+    """Count the edits between two words: insert, delete or replace a letter, or swap two adjacent ones.
 
     Source: optimal string alignment, the restricted form of Damerau (1964).
     """
@@ -134,17 +134,17 @@ def distance(one: str, other: str) -> int:
 
 
 def plain(key: str) -> str:
-    """Return a key without what people vary: case, dashes, blanks at the ends."""
+    """Normalize the case, dashes, spaces and surrounding whitespace of a key."""
     return key.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 def nearest(key: str, candidates: Iterable[str], *, furthest: int | None = None) -> str | None:
-    """Return the candidate with the fewest edits from `key`, or None when none is near.
+    """Return the candidate with the fewest edits from `key`; None if none is close enough.
 
     Args:
         key: the word as written.
         candidates: valid words.
-        furthest: most edits allowed; by default about a third of the letters, at least 1.
+        furthest: maximum number of edits; by default about a third of the letters, at least 1.
     """
     word = plain(key)
     limit = max(1, len(word) // 3) if furthest is None else furthest
@@ -155,7 +155,7 @@ def nearest(key: str, candidates: Iterable[str], *, furthest: int | None = None)
         if abs(len(word) - len(other)) > limit:
             continue
         edits = distance(word, other)
-        # Among equally near ones the longer common beginning wins: people mistype the middle and the end.
+        # Ties go to the longer common prefix: typos are mostly in the middle and at the end.
         rank = (edits, -_common_start(word, other), abs(len(word) - len(other)))
         if edits <= limit and (best is None or rank < best):
             best, winner = rank, candidate
@@ -187,7 +187,7 @@ _MUST_BE: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def in_words(error: ErrorDetails) -> tuple[str, str | None]:
-    """Return what is wrong and what to write instead, of one pydantic error."""
+    """Return (what is wrong, what to write instead) for one pydantic error."""
     kind, given, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "complaint":
         return context["what"], context["fix"]
@@ -200,7 +200,7 @@ def in_words(error: ErrorDetails) -> tuple[str, str | None]:
 
 
 def _nearly(given: Any, kind: str, context: dict[str, Any]) -> str | None:
-    """Suggest the allowed word that a wrong one nearly is."""
+    """Suggest the allowed word that is closest to a wrong one."""
     if not isinstance(given, str) or kind != "literal_error" or "'" not in context["expected"]:
         return None
     choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ",").split(",")]

@@ -1,7 +1,7 @@
-"""The division of a run into ranks and batches.
+"""The parallel degrees and batch sizes of a run.
 
-Ranks are pipeline stages x data-parallel x context-parallel x tensor-parallel ranks; train_batch_size is micro batch x
-accumulation x data-parallel ranks.
+The number of ranks is pipeline stages x data-parallel x context-parallel x tensor-parallel degree;
+train_batch_size is micro batch x accumulation x data-parallel degree.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ CONTEXT, EXPERTS = "sequence_parallel_size", "expert_parallel"
 
 
 def batch_without_ranks(config: Config) -> tuple[list[str], int] | None:
-    """Return what train_batch_size would have to be a multiple of (keys, their product) where it is none, so that the
-    batch equation holds on no number of ranks; else None."""
+    """Return (keys, their product) if train_batch_size is not a multiple of that product, else None.
+
+    The batch equation then has no solution for any number of ranks.
+    """
     written = {key: getattr(config, key) for key in BATCH_KEYS}
     counts = {key: value for key, value in written.items() if isinstance(value, int)}
     train, unit = counts.pop(TRAIN, 0), math.prod(counts.values())
@@ -59,13 +61,13 @@ def dp_degree(config: Config, ranks: int) -> int:
 
 
 def check_experts(config: Config, dp: int) -> None:
-    """Check that the ranks which share experts divide those of data, context and tensor parallelism.
+    """Check that the expert-parallel degree divides the product of the dp, cp and tp degrees.
 
     Args:
         dp: data-parallel ranks.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it does not.
     """
     section, ranks = config.expert_parallel, dp * config.cp_degree * config.tensor_parallel.degree
     if ranks % section.degree:
@@ -91,13 +93,13 @@ def with_stages(config: Config, stages: int) -> Config:
 
 
 def with_shared_sequences(config: Config, ranks: int, by: str) -> Config:
-    """Return a copy in which so many ranks share a sequence, where a script says it.
+    """Return a copy with the context-parallel degree `ranks`, which a script sets.
 
     Args:
-        by: the argument that says it.
+        by: the argument that sets it.
 
     Raises:
-        ConfigError: the JSON says another number.
+        ConfigError: the JSON sets a different number.
     """
     if config.cp_degree not in (1, ranks):
         raise ConfigError(
@@ -109,13 +111,13 @@ def with_shared_sequences(config: Config, ranks: int, by: str) -> Config:
 
 
 def with_spread_experts(config: Config, sizes: Collection[int]) -> Config:
-    """Return a copy in which so many ranks share the experts of a layer, where the layers of a model say it.
+    """Return a copy with the expert-parallel degree that the layers of a model set.
 
     Args:
-        sizes: of its layers, each more than 1.
+        sizes: the distinct degrees of the layers, each more than 1.
 
     Raises:
-        ConfigError: they differ, or the JSON says another number.
+        ConfigError: they differ, or the JSON sets a different number.
     """
     said = config.expert_parallel.degree
     if len(sizes) > 1 or (said > 1 and said not in sizes):
@@ -135,7 +137,10 @@ _WHAT = {"pp": "are the stages", "tp": "share every layer", "cp": "share every s
 
 
 def places(pp: int, dp: int, tp: int, cp: int = 1) -> list[str]:
-    """Say what each rank is: "stage 1, dp 0, tp 1", in axes that have several ranks. Nothing where that is dp alone."""
+    """Describe each rank's position in the mesh, such as "stage 1, dp 0, tp 1".
+
+    Axes of size 1 are omitted; the list is empty for dp alone.
+    """
     if pp == tp == cp == 1:
         return []
     sizes = {"stage": pp, "dp": dp, "cp": cp, "tp": tp}
@@ -146,10 +151,10 @@ def places(pp: int, dp: int, tp: int, cp: int = 1) -> list[str]:
 
 
 def mesh_lines(degrees: Mapping[str, int], host: str) -> list[str]:
-    """Say which rank is what, for people: nothing for dp alone, a line for another axis alone, else a table.
+    """Describe the mesh to the user: no lines for dp alone, one line for another axis alone, else a table.
 
     Args:
-        degrees: of the axes, outermost first.
+        degrees: degrees of the axes, outermost first.
     """
     several = {name: degree for name, degree in degrees.items() if degree > 1}
     if not several.keys() - {"dp"}:
@@ -172,7 +177,7 @@ def mesh_lines(degrees: Mapping[str, int], host: str) -> list[str]:
 
 
 def _degrees_that_fit(written: dict[str, int], ranks: int) -> list[str]:
-    """Find for each degree the sizes that fit while the others stay."""
+    """Return, for each degree, the sizes that fit if the others stay."""
     ways = []
     for key in written:
         others = math.prod(degree for other, degree in written.items() if other != key)
@@ -183,13 +188,13 @@ def _degrees_that_fit(written: dict[str, int], ranks: int) -> list[str]:
 
 
 def _either(numbers: list[int]) -> str:
-    """ "1, 2 or 4"."""
+    """Format numbers as "1, 2 or 4"."""
     texts = [str(number) for number in numbers]
     return " or ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
 class BatchTriple(NamedTuple):
-    """Sequences per optimizer step of all ranks, per rank and forward pass; forward passes per step."""
+    """Sequences per step over all ranks, sequences per rank and forward pass, forward passes per step."""
 
     train: int
     micro: int
@@ -197,7 +202,7 @@ class BatchTriple(NamedTuple):
 
 
 class BatchError(Exception):
-    """No whole numbers solve the equation; `problem` says it for people."""
+    """Raised if the batch equation has no integer solution; `problem` explains it to the user."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -207,15 +212,15 @@ class BatchError(Exception):
 def solve(
     given: Mapping[str, int | None], dp_degree: int, sources: Mapping[str, str] | None = None
 ) -> BatchTriple:
-    """Fill in what is missing of the three keys, as DeepSpeed does.
+    """Compute the missing ones of the three batch keys, as DeepSpeed does.
 
     Args:
-        given: the three keys of BATCH_KEYS; None or absent is unknown.
+        given: the three keys of BATCH_KEYS; None or absent means unknown.
         dp_degree: data-parallel ranks, at least 1.
         sources: where each given number was written, for the message.
 
     Raises:
-        BatchError: too little is given, or the equation has no whole solution.
+        BatchError: too few keys are given, or the equation has no integer solution.
     """
     train, micro, accumulation = (given.get(key) for key in BATCH_KEYS)
     if train is None and micro is None:
@@ -249,7 +254,7 @@ def _too_little(accumulation: int | None) -> Problem:
 
 
 def _no_solution(given: Mapping[str, int | None], dp_degree: int, sources: Mapping[str, str]) -> Problem:
-    """Return the name the equation with its numbers, and the nearest numbers that solve it."""
+    """Return a problem that shows the equation with its numbers and the nearest numbers that solve it."""
     terms = []
     for key in BATCH_KEYS:
         value = given.get(key)
@@ -264,7 +269,7 @@ def _no_solution(given: Mapping[str, int | None], dp_degree: int, sources: Mappi
 
 
 def _batches_that_fit(train: int, micro: int | None, accumulation: int | None, dp_degree: int) -> list[str]:
-    """Find changes of one key that make the equation hold, the nearest values first."""
+    """Return changes of a single key that solve the equation, the nearest values first."""
     parts = (micro or 1) * (accumulation or 1) * dp_degree
     if micro and accumulation:
         ways = [f"{TRAIN} {parts}"]
@@ -287,6 +292,9 @@ def _batches_that_fit(train: int, micro: int | None, accumulation: int | None, d
 
 
 def divisors(number: int) -> list[int]:
-    """List the divisors of a whole number from 1, in no order; a root counts twice. Of a huge one some are left out."""
+    """Return the divisors of a positive integer, unordered; a square root is listed twice.
+
+    For a huge number, some divisors are omitted.
+    """
     small = [d for d in range(1, min(math.isqrt(number), MOST_TRIED) + 1) if number % d == 0]
     return small + [number // d for d in small]

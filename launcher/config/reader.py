@@ -1,9 +1,10 @@
-"""Text of a JSON file -> tree of plain values, with the line and column of every key.
+"""Parses the text of a JSON file into a tree of plain values, with the line and column of every key.
 
-DeepSpeed reads its JSON with Hjson (hjson.github.io), so people's files have comments (`//`, `#`, `/* */`), trailing
-commas and none at all, and texts without quotes, in single ones or, over several lines, in three. This reader takes
-those; a key written twice is a problem, not a winner. A text without quotes goes to the end of its line. Where that
-takes in a comma, a bracket or a comment, somebody meant something else, and it is a problem here.
+DeepSpeed reads its JSON with Hjson (hjson.github.io), so existing files have comments (`//`, `#`, `/* */`),
+trailing or missing commas, and strings without quotes, in single quotes or, over several lines, in triple
+quotes. This reader accepts all of them, but a key that is written twice is a problem. A string without quotes
+extends to the end of its line. If that would include a comma, a bracket or a comment, it is most likely a
+mistake and is reported as a problem.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from launcher.errors import ConfigError, shortened
 from launcher.files import read_small
 
 _NO_VALUE = object()
-MOST_DEEP = 50  # brackets in brackets
-MOST_VALUES = 2000  # keys and list items; the largest configurations have some hundreds
+MOST_DEEP = 50  # maximum nesting of brackets
+MOST_VALUES = 2000  # keys and list items; the largest configurations have a few hundred
 _BLANK = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?(?![\w.])")
 _KEY = re.compile(r"[^\s,:\[\]{}\"'#]+")
@@ -44,10 +45,10 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true
 
 
 class NotAValueError(Exception):
-    """A word that is no value. Reading can go on after it.
+    """A word that is not a value. Parsing can continue after it.
 
     Attributes:
-        what, fix: for a problem.
+        what, fix: as in `Problem`.
     """
 
     def __init__(self, what: str, fix: str) -> None:
@@ -55,15 +56,15 @@ class NotAValueError(Exception):
 
 
 class Tokens:
-    """A text read from left to right; `at` is the offset of the next character."""
+    """Reads a text from left to right; `at` is the offset of the next character."""
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name, self.at = text, name, 0
         self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
-        self.comments: set[int] = set()  # offsets of the first one between two tokens
+        self.comments: set[int] = set()  # offset of the first comment between two tokens
 
     def peek(self) -> str:
-        """Skip blanks and comments and return the next character, "" at the end."""
+        """Skip whitespace and comments and return the next character, "" at the end."""
         blank = _BLANK.match(self.text, self.at)
         if blank and (comments := blank.group().lstrip(" \t\r\n\ufeff")):
             self.comments.add(blank.end() - len(comments))
@@ -73,7 +74,7 @@ class Tokens:
         return self.text[self.at : self.at + 1]
 
     def place(self, at: int) -> tuple[int, int]:
-        """Return line and column, from 1, of an offset."""
+        """Return (line, column) of an offset, both from 1."""
         low, high = 0, len(self.line_starts)
         while high - low > 1:
             middle = (low + high) // 2
@@ -85,7 +86,7 @@ class Tokens:
         return ConfigError(f"this is not valid JSON: {what}", where=f"{self.name}:{line}:{column}", fix=fix)
 
     def key(self) -> str:
-        """Read a key, in quotes or not."""
+        """Read a key, with or without quotes."""
         if self.text[self.at : self.at + 1] in _STRING_END:
             return self.string()
         word = _KEY.match(self.text, self.at)
@@ -106,7 +107,7 @@ class Tokens:
             self.at = before
 
     def string(self) -> str:
-        """Read a text in quotes of any kind."""
+        """Read a string in quotes of any kind."""
         if self.text.startswith(_THREE, self.at):
             return self.lines()
         start, self.at = self.at, self.at + 1
@@ -123,7 +124,7 @@ class Tokens:
             parts.append(self.escape())
 
     def lines(self) -> str:
-        """Read lines in three quotes. Their indentation counts from the column where the text is opened."""
+        """Read a string in triple quotes. Indentation counts from the column of the opening quotes."""
         start, indent = self.at, self.place(self.at)[1] - 1
         end = self.text.find(_THREE, start + 3)
         if end < 0:
@@ -135,7 +136,7 @@ class Tokens:
         return "\n".join(lines if rest == [] or rest[-1].strip() else lines[:-1])
 
     def escape(self) -> str:
-        """Read the character after a backslash; pairs of \\u surrogates make one character."""
+        """Read the character after a backslash; a pair of \\u surrogates is one character."""
         code, self.at = self.text[self.at : self.at + 1], self.at + 1
         if code in _ESCAPES and code:
             return _ESCAPES[code]
@@ -154,7 +155,7 @@ class Tokens:
         raise self.error(f"`\\{code}` means nothing in JSON", "write `\\\\` for a backslash", at=self.at - 2)
 
     def plain(self) -> Any:
-        """Read a number, a word that means something, or a text without quotes. Raises NotAValueError after others."""
+        """Read a number, a keyword or an unquoted string. Raises NotAValueError for anything else."""
         number = _NUMBER.match(self.text, self.at)
         if number:
             self.at = number.end()
@@ -175,7 +176,7 @@ class Tokens:
         return self.unquoted(found)
 
     def unquoted(self, found: re.Match[str]) -> str:
-        """Read the text without quotes that begins here, `found` being what comes before a comma or bracket."""
+        """Read the unquoted string at the current offset; `found` is its part before a comma or bracket."""
         line = _LINE.match(self.text, self.at)
         assert line is not None
         text, word = line.group().strip(), found.group().strip()
@@ -190,7 +191,7 @@ class Tokens:
 
 
 def read_file(path: Path, name: str | None = None) -> Document:
-    """Read a JSON file. Raises ConfigError when it is missing, unreadable or not JSON."""
+    """Read a JSON file. Raises ConfigError if it is missing, unreadable or not JSON."""
     name = name or str(path)
     text = read_small(
         path,
@@ -202,12 +203,12 @@ def read_file(path: Path, name: str | None = None) -> Document:
 
 
 def read_text(text: str, name: str) -> Document:
-    """Read JSON text; `name` stands for it in messages. Raises ConfigError on the first syntax error."""
+    """Parse JSON text; `name` is used in messages. Raises ConfigError on the first syntax error."""
     return _Parser(text, name).document()
 
 
 class _Parser(Tokens):
-    """Recursive descent over the text."""
+    """Recursive-descent parser."""
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text, name)
@@ -236,9 +237,7 @@ class _Parser(Tokens):
             return self.string()
         try:
             return self.plain()
-        except (
-            NotAValueError
-        ) as wrong:  # reading goes on, so that all placeholders of a template are told at once
+        except NotAValueError as wrong:  # continue, to report all placeholders of a template at once
             self.found.problems.append(Problem(path, wrong.what, wrong.fix))
             return _NO_VALUE
 
@@ -249,7 +248,7 @@ class _Parser(Tokens):
         return members
 
     def members(self, path: KeyPath, close: str, opened: int) -> dict[str, Any]:
-        """Read the keys and values up to `close`, "" being the end of the text."""
+        """Read keys and values up to `close`; "" is the end of the text."""
         members: dict[str, Any] = {}
         while self.peek() != close:
             self.more(close, opened)
@@ -285,7 +284,7 @@ class _Parser(Tokens):
         return items
 
     def note(self, path: KeyPath, at: int) -> None:
-        """Remember where a value stands."""
+        """Record the position of a value."""
         if len(self.found.places) >= MOST_VALUES:
             raise self.error(
                 f"there are more than {MOST_VALUES:,} keys and list items", "write a configuration"
@@ -293,7 +292,7 @@ class _Parser(Tokens):
         self.found.places[path] = self.place(at)
 
     def more(self, close: str, opened: int) -> None:
-        """Complain when the text ends inside a bracket."""
+        """Raise `ConfigError` if the text ends inside a bracket."""
         if self.at >= len(self.text):
             bracket = self.text[opened]
             line, column = self.place(opened)
@@ -302,7 +301,7 @@ class _Parser(Tokens):
             )
 
     def comma(self, close: str) -> None:
-        """Take one comma; none is needed before the closing bracket, after another one or where a line ends."""
+        """Consume one comma; it is optional before the closing bracket and where `ends` is true."""
         after = self.at
         following = self.peek()
         if following == ",":
@@ -313,5 +312,6 @@ class _Parser(Tokens):
             raise self.error("a comma is missing here", "write `,` after the value", at=after)
 
     def ends(self, after: int) -> bool:
-        """Return whether the value before `after` ends without a comma: by a quote, a bracket or its line."""
+        """Return whether the value before `after` ends without a comma: with a quote, a bracket or its
+        line."""
         return self.text[after - 1] in "\"'}]" or "\n" in self.text[after : self.at]

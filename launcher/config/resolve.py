@@ -1,6 +1,6 @@
-"""Filling in what a file leaves open: `complete` with a recipe's flags, `resolved` once ranks and model are known.
+"""Fills in open values: `complete` from a recipe's flags, `resolved` once ranks and model are known.
 
-`complete` brings the recipe's optimizer and schedule where the JSON has none. `resolved` removes every "auto", and
+`complete` adds the recipe's optimizer and schedule if the JSON has none. `resolved` replaces every "auto" and
 solves the batch equation.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ResolvedAuto(NamedTuple):
-    """The value that an "auto", or a batch key that was left out, became."""
+    """The resolved value of an "auto" or of a batch key that is not set."""
 
     path: str
     value: Any
@@ -73,7 +73,7 @@ def resolved(config: Config, dp_degree: int, auto: Mapping[str, Any]) -> Config:
 
 
 def _autos(section: Section, path: Path) -> list[tuple[Path, Section]]:
-    """List every key that says "auto", with its section."""
+    """Return every key that is "auto", with its section."""
     found = []
     for key in type(section).model_fields:
         value = getattr(section, key)
@@ -87,9 +87,9 @@ def _autos(section: Section, path: Path) -> list[tuple[Path, Section]]:
 def _answer(
     config: Config, path: Path, section: Section, auto: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> ResolvedAuto | Problem:
-    """Return the value of one "auto": what the caller gives, else the default of its key.
+    """Return the value of one "auto": the caller's, else the default of its key.
 
-    `tree` is resolved up to this key; optimizer comes before scheduler.
+    `tree` is resolved up to this key; `optimizer` comes before `scheduler`.
     """
     name, key = dotted(path), str(path[-1])
     if auto.get(name) is not None:
@@ -103,7 +103,7 @@ def _answer(
 
 
 def defaults_at(config: Config, path: Path) -> Mapping[str, Any]:
-    """Return the defaults that depend on the section around (an optimizer's type)."""
+    """Return the defaults at `path` that depend on the enclosing section (such as an optimizer's type)."""
     if len(path) < 2:
         return {}
     outer: Section = config
@@ -121,7 +121,7 @@ def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
 def _batch(
     config: Config, tree: dict[str, Any], dp_degree: int, auto: Mapping[str, Any]
 ) -> list[ResolvedAuto]:
-    """Write the solved triple into the tree and tell what was not written by the user."""
+    """Write the solved batch keys to `tree`; return those that the user did not set."""
     written = {key: getattr(config, key) for key in BATCH_KEYS}
     by_flag = {auto.path: auto.why for auto in config.resolved_autos}
     given: dict[str, int | None] = {}
@@ -152,27 +152,28 @@ PEAKS = {
     "LRRangeTest": "lr_range_test_min_lr",
     **dict.fromkeys(("OneCycleLR", "CyclicLR"), "max_lr"),
 }
-"""Schedules that set a learning rate of their own, whatever the optimizer's -> its key."""
+"""Schedules that override the optimizer's learning rate -> the key of theirs."""
 FLAGS = ("--learning-rate", "--weight-decay", "--warmup-steps", "--batch-size")
 
 
 def flags_for_json(args: object) -> dict[str, Any]:
-    """Return what a recipe's parsed flags say of keys of the JSON, for `complete`."""
+    """Return the values of a recipe's parsed flags that correspond to keys of the JSON, for `complete`."""
     return {flag: getattr(args, flag.lstrip("-").replace("-", "_"), None) for flag in FLAGS}
 
 
 def complete(config: Config, flags: Mapping[str, Any]) -> Config:
-    """Return a copy with what the flags say in the place of "auto" and of keys that are left out.
+    """Return a copy in which flags set the keys that are "auto" or missing.
 
-    A JSON without `optimizer` gets AdamW. One without `scheduler` gets a cosine with warm-up where the optimizer is the
-    recipe's, too, or `--warmup-steps` is said; the optimizer of a JSON alone keeps its learning rate, as in DeepSpeed.
-    What no flag says stays "auto": the recipe knows it when it knows its data.
+    A JSON without `optimizer` gets AdamW. A JSON without `scheduler` gets a cosine schedule with warm-up if
+    the optimizer is the recipe's too, or if `--warmup-steps` is given. Otherwise the optimizer of the JSON
+    keeps its learning rate, as in DeepSpeed. Keys without a flag stay "auto": the recipe sets them once it
+    has loaded its data.
 
     Args:
-        flags: flag, such as "--learning-rate", -> its value; None where it was not said.
+        flags: flag, such as "--learning-rate", -> its value; None if it was not given.
 
     Raises:
-        ConfigError: a flag contradicts what is written, or there is no key for it.
+        ConfigError: a flag contradicts the JSON, or there is no key for it.
     """
     return _Completion(config).done({flag: value for flag, value in flags.items() if value is not None})
 
@@ -203,7 +204,7 @@ class _Completion:
         return made
 
     def bring(self, *, scheduled: bool) -> None:
-        """Bring the optimizer and the schedule of the recipe."""
+        """Add the optimizer and the schedule of the recipe."""
         lacks = [key for key in ("optimizer", "scheduler") if not self.tree.get(key)]
         if "optimizer" in lacks:
             self.tree["optimizer"] = {"type": OPTIMIZER, "params": {"lr": AUTO, "weight_decay": AUTO}}
@@ -253,7 +254,7 @@ class _Completion:
         self.write((TRAIN,), value, flag)
 
     def write(self, path: Path, value: Any, flag: str) -> None:
-        """Write `value` for a key that is "auto" or left out."""
+        """Set a key that is "auto" or missing to `value`."""
         if not self.agrees(path, value, flag):
             return
         node = self.tree
@@ -265,7 +266,7 @@ class _Completion:
         self.chosen.append(ResolvedAuto(dotted(path), value, flag))
 
     def agrees(self, path: Path, value: Any, flag: str) -> bool:
-        """Return whether the key is open, or says the same; a contradiction is a problem."""
+        """Return whether the key is "auto" or missing; a value that contradicts the flag is a problem."""
         written: Any = self.document.tree
         for key in path:
             written = written.get(key) if isinstance(written, dict) else None
@@ -281,10 +282,10 @@ class _Completion:
 
 
 def micro_batch_of(config: Config, dp_degree: int, most: int) -> int | None:
-    """Return how many sequences a rank takes at a time, where the JSON leaves it to the recipe; None where it does not.
+    """Return the micro batch size if the JSON leaves it to the recipe, else None.
 
     Args:
-        most: as many as the recipe would take by itself.
+        most: upper bound, the size that the recipe would choose itself.
     """
     train, micro, accumulation = (getattr(config, key) for key in (TRAIN, MICRO, ACCUMULATION))
     if config.elasticity.on or isinstance(micro, int):
@@ -293,5 +294,5 @@ def micro_batch_of(config: Config, dp_degree: int, most: int) -> int | None:
         return most
     by_flag = any(auto.path == TRAIN for auto in config.resolved_autos)
     if not by_flag or isinstance(accumulation, int) or train % dp_degree:
-        return None  # the batch equation says it, or that it has no solution
+        return None  # the batch equation determines it, or has no solution
     return max(each for each in divisors(train // dp_degree) if each <= most)

@@ -1,4 +1,4 @@
-"""`Config`: the whole JSON, and `load`, which makes it of a path, of JSON text or of a mapping."""
+"""`Config`, the whole JSON, and `load`, which builds it from a path, JSON text or a mapping."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def _infinite_is_never(value: Any) -> Any:
 
 
 class Config(Section):
-    """A DeepSpeed JSON. Made by `launcher.config.load`; immutable.
+    """A DeepSpeed JSON. Created by `launcher.config.load`; immutable.
 
-    `resolve` gives a copy without any "auto". `Config.resolved_autos` tells what each became and why;
-    `Config.notes` what a person should know though nothing is wrong.
+    `resolve` returns a copy without any "auto". `Config.resolved_autos` lists the value of each "auto" and
+    where it came from; `Config.notes` lists remarks that are not errors.
     """
 
     without_effect: ClassVar[dict[str, str]] = {
@@ -74,19 +74,19 @@ class Config(Section):
     }
 
     train_batch_size: Count | None = None
-    """Sequences per optimizer step over all ranks; null is found from the other two."""
+    """Sequences per optimizer step over all ranks. Null: computed from the other two batch keys."""
 
     train_micro_batch_size_per_gpu: Count | None = None
-    """Sequences per rank and forward pass; null is found from the other two."""
+    """Sequences per rank and forward pass. Null: computed from the other two batch keys."""
 
     gradient_accumulation_steps: Count | None = None
-    """Forward passes per optimizer step; null is found from the other two, else 1."""
+    """Forward passes per optimizer step. Null: computed from the other two batch keys, else 1."""
 
     optimizer: OptimizerConfig | None = None
-    """The optimizer to build; null: the caller brings one."""
+    """The optimizer to build. Null: the caller provides one."""
 
     scheduler: SchedulerConfig | None = None
-    """The learning-rate schedule to build; null: the caller brings one, or the rate is constant."""
+    """The learning-rate schedule to build. Null: the caller provides one, or the rate is constant."""
 
     fp16: Fp16Config = Field(default_factory=Fp16Config.model_construct)
     """float16 training."""
@@ -95,89 +95,92 @@ class Config(Section):
     """bfloat16 training."""
 
     torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig.model_construct)
-    """float32 model, forward under torch.autocast."""
+    """float32 model with the forward under torch.autocast."""
 
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig.model_construct)
-    """ZeRO stage and sizes."""
+    """ZeRO stage and options."""
 
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig.model_construct)
-    """Layers split over ranks."""
+    """Tensor parallelism."""
 
     sequence_parallel_size: Count = 1
-    """Ranks that share the tokens of each sequence; `context_parallel` says how."""
+    """Number of ranks that share the tokens of each sequence; `context_parallel` sets the method."""
 
     context_parallel: ContextParallelConfig = Field(default_factory=ContextParallelConfig.model_construct)
-    """How ranks share the tokens of each sequence."""
+    """Context parallelism: how ranks share the tokens of each sequence."""
 
     expert_parallel: ExpertParallelConfig = Field(default_factory=ExpertParallelConfig.model_construct)
-    """Experts spread over ranks."""
+    """Expert parallelism."""
 
     tiled_loss: bool | None = None
-    """True: the head and the loss of a causal LM are computed for some tokens at a time, and again in backward, so that
-    no rank holds all logits. Null: where ranks share sequences, if the model allows it and scripts do not cut them."""
+    """True: the LM head and the loss of a causal LM are computed for a tile of tokens at a time, and
+    recomputed in backward, so that no rank holds all logits. Null: enabled where ranks share sequences, if
+    the model supports it and the script does not slice the sequences itself."""
 
     tiled_mlp: bool = False
-    """The MLP of each block is computed for some tokens at a time, and again in backward."""
+    """The MLP of each block is computed for a tile of tokens at a time, and recomputed in backward."""
 
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig.model_construct)
-    """Layers dealt out to ranks."""
+    """Pipeline parallelism."""
 
     aio: AioConfig = Field(default_factory=AioConfig.model_construct)
-    """File requests of NVMe offload; nothing acts on it while nothing is offloaded to NVMe."""
+    """Asynchronous I/O of NVMe offload; without effect if nothing is offloaded to NVMe."""
 
     activation_checkpointing: ActivationCheckpointingConfig | None = None
-    """Present: transformer blocks are checkpointed."""
+    """If present, transformer blocks are checkpointed."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig.model_construct)
     """How checkpoints are written."""
 
     replica_check: ReplicaCheckConfig = Field(default_factory=ReplicaCheckConfig.model_construct)
-    """Ranks compare what they hold alike."""
+    """Consistency checks of replicated state."""
 
     fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig.model_construct)
-    """Replicas that can do without each other."""
+    """Replicas that survive the loss of one another."""
 
     compile: CompileConfig = Field(default_factory=CompileConfig.model_construct)
     """torch.compile of the blocks."""
 
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig.model_construct)
-    """Dtypes beside fp16 and bf16."""
+    """Dtypes other than those set by fp16 and bf16."""
 
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global gradient norm; 0 never clips. Default 1.0 since DeepSpeed of June 2026, 0 before."""
+    """Maximum global gradient norm; 0 disables clipping. DeepSpeed's default: 1.0 since June 2026, 0
+    before."""
 
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = "mean"
-    """How gradients are combined over the data-parallel ranks: mean or sum (microbatches are averaged)."""
+    """Reduction of gradients over the data-parallel ranks: mean or sum (microbatches are averaged)."""
 
     loss_normalization: Annotated[Literal["microbatches", "tokens"], BeforeValidator(lower)] = "microbatches"
-    """The losses that `train_batch` averages: those of microbatches and ranks, or those of all tokens that are
-    learned in the step. Recipes always count tokens."""
+    """Weighting of the losses that `train_batch` averages: "microbatches" gives every microbatch of every
+    rank the same weight, "tokens" every token of the step that contributes to the loss. Recipes always use
+    "tokens"."""
 
     communication_data_type: Dtype | None = None
-    """Dtype in which gradients are reduced; null: the one they have."""
+    """Dtype in which gradients are reduced. Null: the dtype of the gradients."""
 
     seq_parallel_communication_data_type: Dtype | None = "fp32"
     """Dtype in which gradients are reduced over ranks that share a sequence."""
 
     prescale_gradients: bool = False
-    """Divide gradients by the number of ranks before they are summed, not after: the sum of 16-bit gradients cannot
-    overflow then, and small ones may vanish."""
+    """Divide gradients by the number of ranks before the reduction instead of after it: the sum of 16-bit
+    gradients cannot overflow then, but small ones may underflow."""
 
     gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
-    """The part of that division that comes before the sum; the rest comes after it. Not used with
-    `prescale_gradients`."""
+    """The part of the division by the number of ranks that is done before the reduction; the rest is done
+    after it. Ignored with `prescale_gradients`."""
 
     steps_per_print: Annotated[Count | None, BeforeValidator(_infinite_is_never)] = None
-    """Optimizer steps between two printed lines; null or Infinity: DeepSpeed's line is not printed."""
+    """Optimizer steps between two log lines. Null or Infinity: DeepSpeed's line is not printed."""
 
     wall_clock_breakdown: bool = False
-    """Time the forward, the backward, the waiting for reductions inside the backward, and the step. Milliseconds per
-    optimizer step are printed every `steps_per_print` steps (10 when that is null); recipes also write them to
-    metrics.jsonl. On GPUs every phase then waits for the device."""
+    """Time the forward, the backward, the wait for reductions within the backward, and the step. Milliseconds
+    per optimizer step are printed every `steps_per_print` steps (10 if that is null); recipes also write them
+    to metrics.jsonl. On GPUs, every phase then synchronizes with the device."""
 
     memory_breakdown: bool = False
-    """Print the memory of rank 0 after each phase, every `steps_per_print` steps (10 when that is null): on GPUs
-    allocated and peak, on CPUs the resident set; and what ZeRO holds of it."""
+    """Print the memory of rank 0 after each phase, every `steps_per_print` steps (10 if that is null):
+    allocated and peak memory on GPUs, the resident set on CPUs, and how much of it ZeRO holds."""
 
     tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig.model_construct)
     """TensorBoard files."""
@@ -198,41 +201,41 @@ class Config(Section):
     """trackio."""
 
     prometheus: PrometheusConfig = Field(default_factory=PrometheusConfig.model_construct)
-    """A file for Prometheus."""
+    """Metrics file for Prometheus."""
 
     flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig.model_construct)
-    """Report of floating-point operations and time of one step."""
+    """Report of the floating-point operations and the time of one step."""
 
     comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig.model_construct)
     """Log of collectives."""
 
     dataloader_drop_last: bool = False
-    """Drop the last global batch of an epoch when it is short."""
+    """Drop the last global batch of an epoch if it is incomplete."""
 
     data_efficiency: DataEfficiencyConfig = Field(default_factory=DataEfficiencyConfig.model_construct)
-    """Curriculum learning by the length of sequences."""
+    """Curriculum learning by sequence length."""
 
     elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig.model_construct)
-    """Batch sizes for many numbers of ranks."""
+    """Batch sizes that work for many world sizes."""
 
     managed_gradient_accumulation: bool = True
-    """The engine counts microbatches, and steps at every gradient_accumulation_steps-th. False: every engine.step() is
-    an optimizer step, after as many backwards as the caller likes; each loss is still divided by
-    gradient_accumulation_steps, unless backward(scale_wrt_gas=False)."""
+    """The engine counts microbatches and steps after every gradient_accumulation_steps of them. False: every
+    engine.step() is an optimizer step, after any number of backward calls; each loss is still divided by
+    gradient_accumulation_steps, unless backward(scale_wrt_gas=False) is called."""
 
     timers: TimersConfig = Field(default_factory=TimersConfig.model_construct)
-    """The line about samples per second."""
+    """Throughput logging."""
 
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
-    """Log level of the engine; the lines of steps_per_print are "info". Null: the level that the program has set for
-    the logger "launcher"."""
+    """Log level of the engine; the lines of `steps_per_print` have level "info". Null: the level that the
+    program has set for the logger "launcher"."""
 
     dump_state: bool = False
     """Print a description of the engine, once, on rank 0."""
 
     disable_python_gc: bool = False
-    """Python's cyclic garbage collector is off from initialize() to engine.destroy(). The recipes collect before
-    evaluations and checkpoints; a loop of your own calls engine.collect_python_gc()."""
+    """Disable Python's cyclic garbage collector from initialize() to engine.destroy(). The recipes collect
+    before evaluations and checkpoints; a custom training loop calls engine.collect_python_gc()."""
 
     vocabulary_size: Count | None = None
     """DeepSpeed warns about a size that is not a multiple of 8."""
@@ -241,19 +244,19 @@ class Config(Section):
     """Accept a caller's optimizer that is not from torch.optim; it must be elementwise."""
 
     zero_force_ds_cpu_optimizer: bool = True
-    """DeepSpeed refuses other optimizers than its own with offload; without offload it says nothing."""
+    """DeepSpeed accepts only its own optimizers with offload; without offload, the key has no effect."""
 
     _document: Document = PrivateAttr(default_factory=lambda: Document("config", {}))
     _notes: tuple[Note, ...] = PrivateAttr(default=())
     _resolved_autos: tuple[ResolvedAuto, ...] = PrivateAttr(default=())
 
     def __eq__(self, other: object) -> bool:
-        """Compare the values; where they were written does not matter."""
+        """Compare the values, regardless of where they were written."""
         return isinstance(other, Config) and self.to_dict() == other.to_dict()
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """Return the remarks on the values: old names, keys without effect here, surprising defaults."""
+        """Return the remarks on the values: obsolete names, keys without effect, surprising defaults."""
         return self._notes
 
     def where(self, path: str) -> str:
@@ -262,7 +265,8 @@ class Config(Section):
 
     @property
     def resolved_autos(self) -> tuple[ResolvedAuto, ...]:
-        """Return (path, value, why) of every "auto" and of batch keys that were left out; empty before `resolve`."""
+        """Return (path, value, why) of every "auto" and every batch key that is not set; empty before
+        `resolve`."""
         return self._resolved_autos
 
     @property
@@ -278,8 +282,9 @@ class Config(Section):
         return max(size, max(1, ulysses) * max(1, ring))
 
     def dp_degree(self, ranks: int) -> int:
-        """Return how many of `ranks` ranks are data-parallel: stages x data-parallel x context-parallel x
-        tensor-parallel ranks are all.
+        """Return the data-parallel degree for a run with `ranks` ranks.
+
+        The number of ranks is stages x data-parallel x context-parallel x tensor-parallel degree.
 
         Raises:
             ConfigError: the degrees do not divide the number of ranks.
@@ -287,10 +292,10 @@ class Config(Section):
         return ranks_of.dp_degree(self, ranks)
 
     def with_stages(self, stages: int) -> Config:
-        """Return a copy with so many pipeline stages, for a model that says them itself.
+        """Return a copy with `stages` pipeline stages, for a model that sets their number itself.
 
         Raises:
-            ConfigError: the JSON says another number.
+            ConfigError: the JSON sets a different number.
         """
         return ranks_of.with_stages(self, stages)
 
@@ -299,8 +304,8 @@ class Config(Section):
 
         Args:
             dp_degree: data-parallel ranks, at least 1.
-            auto: dotted path -> value for keys that say "auto", or for batch keys that are left out.
-                Values for keys that say something else are not used.
+            auto: dotted path -> value for keys that are "auto", or for batch keys that are not set. Values
+                for other keys are ignored.
 
         Raises:
             ConfigError: the batch keys do not fit `dp_degree`, or an "auto" has no value.
@@ -312,19 +317,20 @@ def load(source: str | Path | Mapping[str, Any], *, where: str | None = None) ->
     """Read and check a configuration.
 
     Args:
-        source: path of a JSON file or of accelerate's YAML, the JSON text itself (it starts with `{`) or that text in
-            base64, or a mapping. It may be Hjson: comments, no commas or too many, texts without quotes.
-        where: what to call it in messages instead of the path.
+        source: path of a JSON file or of an accelerate YAML file, JSON text (it starts with `{`), JSON text
+            in base64, or a mapping. Hjson is accepted: comments, missing or extra commas, unquoted strings.
+        where: name to use in messages instead of the path.
 
     Raises:
-        ConfigError: the file is missing or not JSON. ConfigProblems, a ConfigError, lists every unknown
-            key, wrong value and contradiction at once, each with file:line:column and path.
+        ConfigError: the file is missing or not JSON. ConfigProblems, a ConfigError, lists every unknown key,
+            wrong value and contradiction at once, each with file:line:column and path.
     """
     return inspect(source, where=where).required()
 
 
 def inspect(source: str | Path | Mapping[str, Any] | Document, *, where: str | None = None) -> Examined:
-    """Return what `load` would say of a configuration, for `launch check`. Raises ConfigError when it is not JSON."""
+    """Return what `load` finds in a configuration, for `launch check`. Raises ConfigError for invalid
+    JSON."""
     written = source if isinstance(source, Document) else read(source, where)
     examined = examine(Config, convert(written))
     if (

@@ -1,6 +1,6 @@
-"""Rules over several keys: the form of a rule, and the remarks, on what is worth a word though nothing is wrong.
+"""Rules over several keys: their form, and the remarks, which report noteworthy settings that are not errors.
 
-What is wrong stands in `conflicts.py`, in the same form.
+Errors are defined in `conflicts.py`, in the same form.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """Keys that mean something together.
+    """A condition on the values of several keys.
 
     Attributes:
-        keys: dotted paths; the first is where it is reported.
-        stands: gets the values of the keys, and says whether it is so. It is asked when all of them are known: none is
-            "auto", and the sections around each are there.
-        what: in plain words, without the first key's name; {0} is the value of the first key.
+        keys: dotted paths; the finding is reported at the first one.
+        stands: takes the values of the keys and returns whether the rule applies. It is only called if all of
+            them are known: none is "auto", and their enclosing sections are present.
+        what: the message, without the first key's name; {0} is the value of the first key.
         fix: what to write instead; "" for a remark.
-        kind: of a remark.
+        kind: kind of a remark.
     """
 
     keys: tuple[str, ...]
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A rule that stands: its keys, of which the first is where it is reported, and the words."""
+    """A rule that applies: its keys, the first of which it is reported at, and its message."""
 
     keys: tuple[str, ...]
     what: str
@@ -49,7 +49,7 @@ class Found(NamedTuple):
     kind: NoteKind = "differs"
 
     def below(self, section: str) -> Found:
-        """Return it with keys that were relative to a section."""
+        """Return a copy with `section` prepended to its keys."""
         return self._replace(keys=tuple(f"{section}.{key}" for key in self.keys))
 
 
@@ -57,7 +57,7 @@ RuleFunction: TypeAlias = Callable[["Config"], Iterator[Found]]
 
 
 def standing(config: Config, table: tuple[Rule | RuleFunction, ...]) -> Iterator[Found]:
-    """Find the rules of a table that stand, with the values in their words."""
+    """Yield the rules of a table that apply, with the values filled into their messages."""
     for entry in table:
         if not isinstance(entry, Rule):
             yield from entry(config)
@@ -69,7 +69,7 @@ def standing(config: Config, table: tuple[Rule | RuleFunction, ...]) -> Iterator
 
 
 def value_at(config: Config, key: str) -> Any:
-    """Return the value of a dotted key; "auto" where a section around it is not there, or has no such key."""
+    """Return the value of a dotted key; "auto" if an enclosing section is missing or has no such key."""
     found: Any = config
     for part in key.split("."):
         found = getattr(found, part, AUTO)
@@ -77,17 +77,17 @@ def value_at(config: Config, key: str) -> Any:
 
 
 def path_of(key: str) -> Path:
-    """Return the way to a dotted key; a number is a place in a list."""
+    """Return the path of a dotted key; a number is an index into a list."""
     return tuple(int(part) if part.isdigit() else part for part in key.split("."))
 
 
 def remarks(config: Config) -> list[Note]:
-    """Return what a person should know of a configuration though nothing is wrong."""
+    """Return the remarks on a configuration: noteworthy settings that are not errors."""
     return [Note(path_of(found.keys[0]), found.kind, found.what) for found in standing(config, REMARKS)]
 
 
 MUCH = 0.2
-"""Share of its time that a rank may stand still before it is worth a word."""
+"""Share of a step that a rank may be idle before a remark reports it."""
 PARAMS, LEARNING = "scheduler.params", "data_efficiency.data_sampling.curriculum_learning"
 DEGREE, STAGE = "tensor_parallel.autotp_size", "zero_optimization.stage"
 BLOCKS = "activation_checkpointing"
@@ -95,7 +95,7 @@ DIFFICULTY_STEP = f"{LEARNING}.curriculum_metrics.seqlen.schedule_config.difficu
 
 
 def _left_open(config: Config) -> Iterator[Found]:
-    """Yield the name defaults that surprise, and a stage that nobody has said yet."""
+    """Yield defaults that may surprise, and a ZeRO stage that is not set yet."""
     params = value_at(config, PARAMS)
     if isinstance(params, WarmupParams) and "warmup_type" not in params.model_fields_set:
         what = 'is not set: the warm-up is logarithmic, as in DeepSpeed; write "linear" for a straight line'
@@ -109,7 +109,7 @@ def _left_open(config: Config) -> Iterator[Found]:
 
 
 def _idle_experts(config: Config) -> Iterator[Found]:
-    """Find keys of `expert_parallel` that spread nothing."""
+    """Yield keys of `expert_parallel` that have no effect."""
     section = config.expert_parallel
     if section.enabled is not True and section.autoep_size not in (1, AUTO):
         what = "has no effect: expert_parallel.enabled is not true"
@@ -120,7 +120,7 @@ def _idle_experts(config: Config) -> Iterator[Found]:
 
 
 def _growing_momentum(config: Config) -> Iterator[Found]:
-    """Find the optimizer step at which the momentum of OneCycle's decay reaches 1."""
+    """Yield a remark if the momentum of OneCycle's decay reaches 1, and at which optimizer step."""
     keys = ("cycle_momentum", "cycle_max_mom", "decay_mom_rate", "decay_step_size", "cycle_first_step_size")
     values = [value_at(config, f"{PARAMS}.{key}") for key in (*keys, "cycle_second_step_size")]
     if AUTO in values:
@@ -134,7 +134,7 @@ def _growing_momentum(config: Config) -> Iterator[Found]:
 
 
 def _elastic(config: Config) -> Iterator[Found]:
-    """Yield the name the batch that elasticity chooses."""
+    """Yield the batch size that elasticity chooses."""
     batch = config.elasticity.batch if config.elasticity.on else None
     if batch is not None:
         ranks = few(config.elasticity.world_sizes or ())
@@ -144,23 +144,23 @@ def _elastic(config: Config) -> Iterator[Found]:
 
 
 def idle_share(schedule: str, stages: int, microbatches: int, chunks: int) -> float | None:
-    """Return the share of a step in which ranks stand still, stages being alike; for "1f1b" (P - 1) / (m + P - 1).
+    """Return the bubble as a share of a step, for stages of equal cost; for "1f1b" (P - 1) / (m + P - 1).
 
-    None where no formula is known, and for "zbv", which hardly waits. "zb-h1": forward, input gradient and weight
-    gradient take the same time.
+    Return None if no formula is known, and for "zbv", which has almost no bubble. For "zb-h1", forward, input
+    gradient and weight gradient are assumed to take the same time.
     """
     waits, works = stages - 1, microbatches * chunks
     if schedule == "interleaved":
         waits += max(0, stages - microbatches) * (chunks - 1)
     elif schedule == "zb-h1" and microbatches >= stages:
         works *= 3
-    elif schedule not in ("1f1b", "gpipe", *ASYNCHRONOUS):  # these drain at the end of a step, too
+    elif schedule not in ("1f1b", "gpipe", *ASYNCHRONOUS):  # these drain after each step, too
         return None
     return waits / (works + waits)
 
 
 def _idle_ranks(config: Config) -> Iterator[Found]:
-    """Tell how long ranks of a pipeline stand still, and with how many microbatches they would not."""
+    """Yield the bubble of a pipeline if it is large, and how many microbatches would make it small."""
     section, microbatches = config.pipeline, config.gradient_accumulation_steps
     if section.degree == 1 or not isinstance(microbatches, int):
         return

@@ -1,7 +1,7 @@
-"""`scheduler`: how the learning rate moves over optimizer steps, by a schedule of DeepSpeed's or of torch's.
+"""`scheduler`: the learning-rate schedule over optimizer steps, one of DeepSpeed's or of torch's.
 
-What DeepSpeed's five compute is in `launcher/optim/schedules.py`. torch's own classes compute the others, and are
-stepped after each optimizer step: what torch calls an epoch is an optimizer step here, as in DeepSpeed.
+DeepSpeed's five schedules are implemented in `launcher/optim/schedules.py`. The others are torch's classes,
+stepped after each optimizer step: torch's epoch is an optimizer step here, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def _is_start(epoch: int) -> int:
 
 
 class TorchParams(SchedulerParams):
-    """The key that torch's schedules share."""
+    """The key shared by torch's schedules."""
 
     last_epoch: Annotated[int, BeforeValidator(whole), AfterValidator(_is_start)] = -1
-    """Only -1, the start: checkpoints save the position."""
+    """Only -1 (the start) is accepted: checkpoints save the position."""
 
     def keywords(self) -> dict[str, Any]:
-        """Return what torch's class is called with."""
+        """Return the keyword arguments of torch's class."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != "last_epoch"}
 
 
 class StepLRParams(TorchParams):
-    """StepLR: times gamma every `step_size` optimizer steps."""
+    """StepLR: multiply by gamma every `step_size` optimizer steps."""
 
     step_size: Count
     """Optimizer steps between two changes."""
@@ -52,17 +52,17 @@ class StepLRParams(TorchParams):
 
 
 class MultiStepLRParams(TorchParams):
-    """MultiStepLR: times gamma at each milestone."""
+    """MultiStepLR: multiply by gamma at each milestone."""
 
     milestones: Annotated[tuple[int, ...], BeforeValidator(wholes(0, "optimizer steps", [100, 200]))]
-    """Optimizer steps of the changes."""
+    """Optimizer steps at which the rate changes."""
 
     gamma: Positive = 0.1
     """Factor of each change."""
 
 
 class ConstantLRParams(TorchParams):
-    """ConstantLR: times factor for the first `total_iters` optimizer steps."""
+    """ConstantLR: multiply by factor for the first `total_iters` optimizer steps."""
 
     factor: Annotated[float, Field(gt=0, le=1)] = 1 / 3
     """Factor of the first steps, above 0, at most 1."""
@@ -72,7 +72,7 @@ class ConstantLRParams(TorchParams):
 
 
 class LinearLRParams(TorchParams):
-    """LinearLR: the factor goes from start to end along a line."""
+    """LinearLR: the factor changes linearly from start to end."""
 
     start_factor: Annotated[float, Field(gt=0, le=1)] = 1 / 3
     """Factor at the start, above 0, at most 1."""
@@ -85,7 +85,7 @@ class LinearLRParams(TorchParams):
 
 
 class ExponentialLRParams(TorchParams):
-    """ExponentialLR: times gamma at every optimizer step."""
+    """ExponentialLR: multiply by gamma at every optimizer step."""
 
     gamma: Positive
     """Factor of each step."""
@@ -97,7 +97,7 @@ class CosineAnnealingLRParams(TorchParams):
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"T_max"})
 
     T_max: Count
-    """Optimizer steps of half a cosine."""
+    """Optimizer steps in half a cosine."""
 
     eta_min: Rate = 0.0
     """Lowest rate."""
@@ -107,7 +107,7 @@ class CosineAnnealingWarmRestartsParams(TorchParams):
     """CosineAnnealingWarmRestarts: half a cosine down, then again from the top (arXiv:1608.03983)."""
 
     T_0: Count
-    """Optimizer steps of the first cosine."""
+    """Optimizer steps in the first cosine."""
 
     T_mult: Count = 1
     """Length of each cosine as a multiple of the one before."""
@@ -117,7 +117,7 @@ class CosineAnnealingWarmRestartsParams(TorchParams):
 
 
 class CyclicLRParams(TorchParams):
-    """CyclicLR: up and down between two rates, again and again (Smith 2015, arXiv:1506.01186)."""
+    """CyclicLR: repeated cycles between two rates (Smith 2015, arXiv:1506.01186)."""
 
     base_lr: Rates
     """Lower rate; a list has one for each param group."""
@@ -132,16 +132,16 @@ class CyclicLRParams(TorchParams):
     """Optimizer steps down; null: as many as up."""
 
     mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
-    """Height of the cycles: the same, halved each time, or times gamma at each step."""
+    """Amplitude of the cycles: constant, halved in each cycle, or multiplied by gamma in each step."""
 
     gamma: Positive = 1.0
     """Factor of "exp_range"."""
 
     scale_mode: Literal["cycle", "iterations"] = "cycle"
-    """The unit that a `scale_fn` counts; a JSON cannot hold such a function, and `mode` decides by itself."""
+    """Argument of `scale_fn`, a function that JSON cannot hold; `mode` alone determines the amplitude."""
 
     cycle_momentum: bool = True
-    """Momentum (or the first of betas) goes the other way."""
+    """Vary the momentum (or the first of betas) inversely to the rate."""
 
     base_momentum: Fraction = 0.8
     """Momentum where the rate is highest."""
@@ -164,19 +164,19 @@ class OneCycleLRParams(TorchParams):
     """Optimizer steps of the run; torch raises at the step after them. Null: epochs x steps_per_epoch."""
 
     epochs: Count | None = None
-    """Passes over the data, where total_steps is null."""
+    """Epochs of the run, if total_steps is null."""
 
     steps_per_epoch: Count | None = None
-    """Optimizer steps of a pass, where total_steps is null."""
+    """Optimizer steps per epoch, if total_steps is null."""
 
     pct_start: Fraction = 0.3
-    """Share of the steps that go up."""
+    """Share of the steps in which the rate rises."""
 
     anneal_strategy: Literal["cos", "linear"] = "cos"
     """Shape of both halves."""
 
     cycle_momentum: bool = True
-    """Momentum (or the first of betas) goes the other way."""
+    """Vary the momentum (or the first of betas) inversely to the rate."""
 
     base_momentum: Rates = 0.85
     """Momentum where the rate is highest; a list has one for each param group."""
@@ -191,17 +191,17 @@ class OneCycleLRParams(TorchParams):
     """The last rate is the first divided by this."""
 
     three_phase: bool = False
-    """Down as far as it went up, then down to the last rate."""
+    """Add a third phase: fall as far as the rate rose, then fall to the last rate."""
 
 
 class PolynomialLRParams(TorchParams):
-    """PolynomialLR: down to 0 along a power."""
+    """PolynomialLR: polynomial decay to 0."""
 
     total_iters: Count = 5
     """Optimizer steps to 0."""
 
     power: Positive = 1.0
-    """The power; 1 is a line."""
+    """The power; 1 is linear."""
 
 
 TORCH: dict[str, type[TorchParams]] = {
@@ -225,22 +225,22 @@ NEED_PYTHON: dict[str, str] = {
     "ChainedScheduler": "needs schedules built in Python",
     "ReduceLROnPlateau": "needs a metric at each step, which only the training loop has",
 }
-"""Classes of torch.optim.lr_scheduler that a JSON cannot say -> why."""
+"""Classes of torch.optim.lr_scheduler that JSON cannot express -> why."""
 
 
 class DeepSpeedParams(SchedulerParams):
-    """The key that DeepSpeed's schedules share."""
+    """The key shared by DeepSpeed's schedules."""
 
     last_batch_iteration: Annotated[int, BeforeValidator(whole), Field(ge=-1)] = -1
-    """Iteration to resume from; -1 is the start. Otherwise the first optimizer step keeps the optimizer's own rate, and
-    the next one has that of the iteration after this one. Checkpoints save the position."""
+    """Iteration to resume from; -1 is the start. Otherwise the first optimizer step uses the optimizer's own
+    rate, and the next one the rate of the iteration after this one. Checkpoints save the position."""
 
 
 class WarmupParams(DeepSpeedParams):
-    """Keys that every warm-up schedule has."""
+    """Keys shared by all warm-up schedules."""
 
     warmup_num_steps: WholeNumber = 1000
-    """Optimizer steps of warm-up; 0 and 1 are taken as 2, as in DeepSpeed."""
+    """Warm-up steps; 0 and 1 are treated as 2, as in DeepSpeed."""
 
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the warm-up. Log is DeepSpeed's default: steep at first."""
@@ -272,7 +272,7 @@ class WarmupDecayLRParams(WarmupParams):
 
 
 class WarmupCosineLRParams(WarmupParams):
-    """WarmupCosineLR: ratios of the optimizer's learning rate; up, then down along half a cosine."""
+    """WarmupCosineLR: warm-up, then half a cosine down, as ratios of the optimizer's learning rate."""
 
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"total_num_steps"})
 
@@ -287,13 +287,14 @@ class WarmupCosineLRParams(WarmupParams):
 
 
 class LRRangeTestParams(DeepSpeedParams):
-    """LRRangeTest: the rate grows without end, to find the largest that trains (Smith 2018, arXiv:1803.09820)."""
+    """LRRangeTest: the rate grows without limit, to find the largest usable one (Smith 2018,
+    arXiv:1803.09820)."""
 
     lr_range_test_min_lr: Rates = 1e-3
     """Learning rate at the start; a list has one for each param group."""
 
     lr_range_test_step_size: Count = 2000
-    """Optimizer steps in which the rate grows by `lr_range_test_step_rate` times the first one."""
+    """Optimizer steps in which the rate grows by `lr_range_test_step_rate` times the initial one."""
 
     lr_range_test_step_rate: float = 1.0
     """Growth in `lr_range_test_step_size` steps, as a multiple of the first rate."""
@@ -303,7 +304,7 @@ class LRRangeTestParams(DeepSpeedParams):
 
 
 class OneCycleParams(DeepSpeedParams):
-    """OneCycle: up and down once, then decay (Smith 2018, arXiv:1803.09820); momentum goes the other way."""
+    """OneCycle: up and down once, then decay (Smith 2018, arXiv:1803.09820); momentum moves inversely."""
 
     cycle_min_lr: Rates
     """Learning rate at both ends of the cycle; a list has one for each param group."""
@@ -312,7 +313,7 @@ class OneCycleParams(DeepSpeedParams):
     """Learning rate in the middle of the cycle; a list has one for each param group."""
 
     decay_lr_rate: float = 0.0
-    """After the cycle the rate is cycle_min_lr / (1 + this x intervals of decay_step_size); 0: it stays."""
+    """After the cycle, the rate is cycle_min_lr / (1 + this x intervals of decay_step_size); 0: constant."""
 
     cycle_first_step_size: Count = 2000
     """Optimizer steps up."""
@@ -321,17 +322,18 @@ class OneCycleParams(DeepSpeedParams):
     """Optimizer steps down; null: as many as up."""
 
     cycle_first_stair_count: WholeNumber = 0
-    """Stairs on the way up; 0: a straight line."""
+    """Number of stairs on the way up; 0: linear."""
 
     cycle_second_stair_count: WholeNumber | None = None
-    """Stairs on the way down; null: as many as up; 0: a straight line."""
+    """Number of stairs on the way down; null: as many as up; 0: linear."""
 
     decay_step_size: WholeNumber = 0
-    """Optimizer steps of one interval of decay after the cycle; 0: no decay."""
+    """Optimizer steps per interval of decay after the cycle; 0: no decay."""
 
     cycle_momentum: bool = True
-    """Momentum goes from cycle_max_mom down to cycle_min_mom and back, against the rate. It is the first of `betas`;
-    the second becomes 0.99, as in DeepSpeed. An optimizer without betas keeps its momentum."""
+    """Vary the momentum from cycle_max_mom down to cycle_min_mom and back, inversely to the rate. It is the
+    first of `betas`; the second becomes 0.99, as in DeepSpeed. An optimizer without betas keeps its
+    momentum."""
 
     cycle_min_mom: Rates = 0.8
     """Momentum in the middle of the cycle; a list has one for each param group."""
@@ -340,7 +342,7 @@ class OneCycleParams(DeepSpeedParams):
     """Momentum at both ends of the cycle; a list has one for each param group."""
 
     decay_mom_rate: float = 0.0
-    """After the cycle momentum is cycle_max_mom x (1 + this x intervals of decay_step_size); 0: it stays."""
+    """After the cycle, momentum is cycle_max_mom x (1 + this x intervals of decay_step_size); 0: constant."""
 
 
 PARAMS: dict[str, type[SchedulerParams]] = {

@@ -1,4 +1,4 @@
-"""The schema of keys, and what to say of one that is unknown, misplaced, not implemented, or a script's own."""
+"""The schema of keys, and the findings on keys that are unknown, misplaced or not implemented."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def _known(node: Known, prefix: str) -> Iterator[str]:
 
 
 def differs_at(root: type[Section], tree: Any, path: Path) -> str | None:
-    """Say how the key at `path` of `tree` differs from DeepSpeed; None if it does not, or is no implemented key."""
+    """Return how the key at `path` of `tree` differs from DeepSpeed; None if it does not or is unknown."""
     cls, section = _section_at(root, tree, path)
     if cls is None or as_switch(section.get("enabled")) is False:
-        return None  # what is off differs in nothing
+        return None  # a disabled section does not differ
     key = cls.spelling(str(path[-1]))
     shows = cls.differs_where.get(key)
     return None if shows and not shows(section.get(str(path[-1])), tree) else cls.differs.get(key)
 
 
 def idle_at(root: type[Section], tree: Any, path: Path) -> str | None:
-    """Say why the key at `path` of `tree` has no effect, whatever its value is; None if it has one."""
+    """Return why the key at `path` of `tree` has no effect, whatever its value is; None if it has one."""
     cls, _ = _section_at(root, tree, path)
     return None if cls is None else cls.without_effect.get(cls.spelling(str(path[-1])))
 
@@ -77,7 +77,7 @@ def keys_written(cls: type[Section], tree: Any, path: Path = ()) -> set[Path]:
 
 
 def known_at(path: Path) -> Known | None:
-    """Return the key of DeepSpeed's at `path` that is not implemented."""
+    """Return the DeepSpeed key at `path` if it exists and is not implemented."""
     known: Known | None = known_keys()
     for part in path:
         known = known.child(str(part)) if known else None
@@ -85,7 +85,7 @@ def known_at(path: Path) -> Known | None:
 
 
 _LISTED = 12
-"""A section with no more keys than this is listed in full when nothing is near."""
+"""Sections with at most this many keys are listed in full if no key is similar to the unknown one."""
 
 SYNONYMS = {
     **{"learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "wd": "weight_decay"},
@@ -93,7 +93,7 @@ SYNONYMS = {
     **{"num_warmup_steps": "warmup_num_steps", "warmup_steps": "warmup_num_steps"},
     **{"num_training_steps": "total_num_steps", "total_steps": "total_num_steps"},
 }
-"""Name of a key in other libraries -> its name in sections of DeepSpeed's that have such a key."""
+"""Name of a key in other libraries -> its name in the sections of DeepSpeed that have such a key."""
 
 _ITS_OWN = (
     "zero_optimization",
@@ -104,7 +104,7 @@ _ITS_OWN = (
     "tensor_parallel",
     "pipeline",
 )
-"""Sections whose keys have names that are found nowhere else. One of them at the top level is misplaced."""
+"""Sections whose keys have names that occur nowhere else: such a key at the top level is misplaced."""
 
 FOREIGN = "is not a DeepSpeed key: nothing here reads it"
 
@@ -132,18 +132,18 @@ OTHER_NAMES = {
     "seq_length": "delete it; the recipes of `launch` have --seq-length, and a script cuts its own sequences",
     "zero_stage": 'write "zero_optimization": {"stage": N}',
 }
-"""Name of Megatron's, GPT-NeoX's or Hugging Face's, which may have dashes -> what to write instead."""
+"""Key of Megatron, GPT-NeoX or Hugging Face, with dashes or underscores -> what to write instead."""
 
 
 def stranger(root: type[Section], key: str, value: Any, beside: Mapping[str, Any]) -> Problem | Note:
-    """Say what a key at the top level is that is neither ours nor DeepSpeed's.
+    """Classify a top-level key that is neither ours nor DeepSpeed's.
 
     Args:
         key, value: as written.
         beside: the whole configuration.
 
     Returns:
-        A problem where something is meant that would not be done, else a note.
+        A problem if the key requests something that would not be done, else a note.
     """
     path: Path = (key,)
     instead = OTHER_NAMES.get(plain(key))
@@ -168,10 +168,10 @@ def stranger(root: type[Section], key: str, value: Any, beside: Mapping[str, Any
 def unknown_key(
     root: type[Section], cls: type[Section] | None, known: Known | None, path: Path, value: Any = None
 ) -> Problem:
-    """Say that a key is no field of `cls` and no child of `known`; at least one of the two is given.
+    """Return the problem of a key that is neither in `cls` nor in `known`; at least one of the two is given.
 
     Args:
-        value: what is written there. An object at the top level is never meant for a plain key.
+        value: the value of the key. An object at the top level is never matched to a plain key.
     """
     key = str(path[-1])
     siblings = list(known.children) if known else []
@@ -210,7 +210,7 @@ def unknown_key(
 
 
 def _is_around(place: str, path: Path) -> bool:
-    """Return whether it is around: `fp16` is around `fp16.fp16`, so that is not where the inner one belongs."""
+    """Return whether `place` encloses `path`: `fp16` encloses `fp16.fp16`, whose inner key is misplaced."""
     return f"{dotted(path)}.".startswith(f"{place}.")
 
 
@@ -221,7 +221,7 @@ def _choices(siblings: list[str]) -> str:
 
 
 def not_written(known: Known, value: Any, path: Path) -> Problem:
-    """Say that a key of DeepSpeed's asks for something this launcher does not do."""
+    """Return the problem of a DeepSpeed key that requests something this launcher does not implement."""
     words = f" ({known.words})" if known.words else ""
     what = {
         "later": f"{show(value)} is not implemented here yet{words}",
@@ -234,16 +234,16 @@ def not_written(known: Known, value: Any, path: Path) -> Problem:
 
 @cache
 def _places(root: type[Section]) -> dict[str, list[str]]:
-    """Return the last part of a path -> the paths that end in it, implemented ones first."""
+    """Map the last part of each path to the paths that end in it, implemented ones first."""
     return _by_name((*implemented_paths(root), *known_paths()))
 
 
 @cache
 def _misplaced(root: type[Section], section: bool) -> dict[str, list[str]]:
-    """Return `_places` of names that only DeepSpeed has: a script has an `epochs` or a `device` of its own.
+    """Return `_places` of names specific to DeepSpeed: an `epochs` or a `device` may be a script's own key.
 
     Args:
-        section: those of sections, else all.
+        section: include only the names of sections.
     """
     paths = implemented_paths(root)
     around = {path.rpartition(".")[0] for path in paths}

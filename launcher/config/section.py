@@ -1,7 +1,8 @@
-"""The base class of the JSON's sections, and the kinds of values that their fields take.
+"""The base class of the JSON's sections, and the types of their fields.
 
-A section is frozen and strict, and has a docstring per field; `"auto"` stays until it is resolved. DeepSpeed's own
-checks take `"true"`, 1, "2" and "1e-3" for what they say, and so do these fields.
+A section is frozen and strict, and has a docstring per field; `"auto"` is kept until it is resolved.
+DeepSpeed's own validation accepts `"true"`, 1, "2" and "1e-3" as booleans and numbers, and so do these
+fields.
 
 To add a key, add one typed field with its docstring to its section, and delete its line in known_keys.py.
 """
@@ -27,15 +28,15 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from launcher.config.problems import show
 
-MOST_DIGITS = 400  # of a number in quotes; what is longer is no number of anything
+MOST_DIGITS = 400  # of a quoted number; a longer one is not meant as a number
 
 TRUE_WORDS = frozenset({"true", "t", "yes", "y", "on", "1"})
 FALSE_WORDS = frozenset({"false", "f", "no", "n", "off", "0"})
-"""In any case. Those that pydantic takes, with which DeepSpeed checks most sections."""
+"""Case-insensitive. The words that pydantic accepts, with which DeepSpeed checks most sections."""
 
 
 def readings(value: Any) -> Iterator[Any]:
-    """List other values that mean the same as `value`, numbers first. A field takes the first that fits it."""
+    """Yield other interpretations of `value`, numbers first. A field takes the first one that is valid."""
     if isinstance(value, list | tuple):
         numbers = [_number(item) for item in value]
         if any(number is not None for number in numbers):
@@ -50,7 +51,7 @@ def readings(value: Any) -> Iterator[Any]:
 
 
 def as_switch(value: Any) -> bool | None:
-    """Return True or False where the value says one of them, be it as 1 or as a text; else None."""
+    """Return a value as a boolean, also if it is 0, 1 or a word such as "yes"; None if it is not one."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float):
@@ -60,7 +61,7 @@ def as_switch(value: Any) -> bool | None:
 
 
 def _number(value: Any) -> int | float | None:
-    """Return the finite number that a text says, None for anything else."""
+    """Return the finite number in a string; None for anything else."""
     if not isinstance(value, str) or len(value) > MOST_DIGITS:
         return None
     for kind in (int, float):
@@ -73,17 +74,17 @@ def _number(value: Any) -> int | float | None:
 
 
 def complaint(what: str, fix: str) -> PydanticCustomError:
-    """Return what a validator raises: `what` without the key's name, and what to write instead."""
+    """Return the error for a validator to raise: `what` without the key's name, and what to write instead."""
     return PydanticCustomError("complaint", "{what}", {"what": what, "fix": fix})
 
 
 def whole(value: Any) -> Any:
-    """Read 5e8 as 500000000; everything else is left for the type to refuse."""
+    """Convert a whole float such as 5e8 to an int; leave anything else for the type check to reject."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def lower(value: Any) -> Any:
-    """Write a word in small letters; everything else is left for the type to refuse."""
+    """Convert a string to lower case; leave anything else for the type check to reject."""
     return value.lower() if isinstance(value, str) else value
 
 
@@ -94,7 +95,7 @@ def _pair(value: Any) -> Any:
 
 
 def wholes(least: int, what: str, example: list[int]) -> Callable[[Any], Any]:
-    """Return what checks a list of whole numbers, for a validator."""
+    """Return a validator for a list of integers that are at least `least`."""
 
     def checked(value: Any) -> Any:
         items = [whole(item) for item in value] if isinstance(value, list | tuple) else []
@@ -109,24 +110,24 @@ def wholes(least: int, what: str, example: list[int]) -> Callable[[Any], Any]:
 LARGEST = 2**63 - 1
 
 WholeNumber = Annotated[int, BeforeValidator(whole), Field(ge=0, le=LARGEST)]
-"""A whole number from 0; 5e8 is taken as one."""
+"""An integer of at least 0; 5e8 is accepted."""
 
 Count = Annotated[int, BeforeValidator(whole), Field(ge=1, le=LARGEST)]
-"""A whole number from 1; 5e8 is taken as one."""
+"""An integer of at least 1; 5e8 is accepted."""
 
 Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
 """Two numbers, written as a list."""
 
 WholeNumbers = Annotated[tuple[int, ...], BeforeValidator(wholes(1, "whole numbers from 1", [64, 128]))]
-"""Whole numbers from 1, written as a list."""
+"""Integers of at least 1, written as a list."""
 
 
 def null_is_true(value: Any) -> Any:
-    """Read null as true."""
+    """Convert null to true."""
     return True if value is None else value
 
 
-# torch's own names, which DeepSpeed takes too
+# torch's own names, which DeepSpeed accepts too
 _SHORT = {
     **dict.fromkeys(("torch.float32", "float32", "float"), "fp32"),
     **dict.fromkeys(("torch.float16", "float16", "half"), "fp16"),
@@ -135,13 +136,13 @@ _SHORT = {
 
 
 def short_name(value: Any) -> Any:
-    """ "torch.bfloat16", or that dtype itself -> "bf16"; everything else is left for the type to refuse."""
-    value = str(value) if type(value).__name__ == "dtype" else value  # nothing here imports torch
+    """Convert "torch.bfloat16", or the dtype itself, to "bf16"; leave anything else for the type check."""
+    value = str(value) if type(value).__name__ == "dtype" else value  # this package does not import torch
     return _SHORT.get(value, value) if isinstance(value, str) else value
 
 
 Dtype: TypeAlias = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(short_name)]
-"""A dtype by its short name; torch's names are taken as well."""
+"""A dtype by its short name; torch's names are accepted too."""
 
 
 def _names(value: Any) -> Any:
@@ -173,11 +174,11 @@ Rates = Annotated[float | tuple[float, ...], BeforeValidator(_rates)]
 
 
 AUTO = "auto"
-NO_NUMBER = ("int_type", "float_type")  # kinds of pydantic's errors
+NO_NUMBER = ("int_type", "float_type")  # pydantic error types
 
 
 class _Building:
-    """A flag that is set while the schema of a section is being made."""
+    """A flag that is set while the schema of a section is being built."""
 
     now = False
 
@@ -185,36 +186,38 @@ class _Building:
 class Section(BaseModel):
     """One object of the JSON.
 
-    Attribute names are the JSON keys. An attribute may hold the text "auto" until `Config.resolve`.
-    Lists become tuples, and whole floats such as 5e8 become ints where a whole number is asked for. A number or a
-    switch may stand in quotes, and 1 and 0 stand for true and false.
+    Attribute names are the JSON keys. An attribute may be the string "auto" until `Config.resolve`. Lists
+    become tuples, and whole floats such as 5e8 become ints where an integer is expected. Numbers and booleans
+    may be quoted, and 1 and 0 are accepted for true and false.
     """
 
-    # Only the sections of a file are ever built: an answer about it must not wait for those of all others.
+    # defer_build: only the sections of a file are built, so that checking it does not wait for all others.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other accepted names of a key -> its name here."""
+    """Other accepted names of a key -> its canonical name."""
 
     acts_without_switch: ClassVar[frozenset[str]] = frozenset()
-    """Keys of a section with `enabled` that act where that is false, too."""
+    """Keys of a section with `enabled` that take effect even if it is false."""
 
     auto_needs_value: ClassVar[frozenset[str]] = frozenset()
-    """Keys whose default is not a safe answer to "auto": somebody has to give the value."""
+    """Keys whose default is not a safe value for "auto": the run has to provide one."""
 
     differs: ClassVar[Mapping[str, str]] = {}
-    """Keys that do something else here than in DeepSpeed -> how. For `launch check` and docs/config.md."""
+    """Keys that behave differently from DeepSpeed -> how. Used by `launch check` and docs/config.md."""
 
     differs_where: ClassVar[Mapping[str, Callable[[Any, Mapping[str, Any]], bool]]] = {}
-    """Keys of `differs` -> whether it shows, by the value and the whole file. Always for a key that is left out."""
+    """Keys of `differs` -> whether the difference applies, given the value and the whole file. It always
+    applies for keys that are not listed."""
 
     without_effect: ClassVar[Mapping[str, str]] = {}
-    """Keys that are taken and do nothing, because they only tune DeepSpeed's own code -> why. A value other than the
-    default is answered with a warning. A key whose absence would change numbers is never one of these."""
+    """Keys that are accepted and ignored, because they only tune DeepSpeed's own code -> why. A value other
+    than the default triggers a warning. A key that would change numerics if ignored is never listed."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Make no schema inside another section: there this one is an instance, checked by itself (`check.py`)."""
+        """Skip the schema of a nested section: it is an instance that has been checked separately
+        (`check.py`)."""
         if _Building.now:
             return core_schema.is_instance_schema(cls)
         _Building.now = True
@@ -226,7 +229,7 @@ class Section(BaseModel):
     @field_validator("*", mode="wrap")
     @classmethod
     def _as_meant(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        """Return the value if it fits the field, "auto", or what else it may mean that fits (`readings`)."""
+        """Return the value if it is valid or "auto", else the first of its `readings` that is valid."""
         if isinstance(value, str) and value == AUTO:
             return value
         try:
@@ -242,7 +245,7 @@ class Section(BaseModel):
 
     @classmethod
     def spelling(cls, key: str) -> str:
-        """Return the field that a JSON key names, through the aliases."""
+        """Return the field name of a JSON key, resolving aliases."""
         return cls.aliases.get(key, key)
 
     @classmethod
@@ -263,12 +266,12 @@ class Section(BaseModel):
 
     @classmethod
     def items_of(cls, key: str) -> type[Section] | None:
-        """Return the class of the items of `key`, None where it is no list of sections."""
+        """Return the class of the items of `key`; None if it is not a list of sections."""
         return _inner_sections(cls)[1].get(key)
 
     @classmethod
     def step_of(cls, key: str) -> str:
-        """Return `key` as it stands in the paths of its members: `layer_specs[]` for a list of sections."""
+        """Return `key` as it appears in the paths of its members: `layer_specs[]` for a list of sections."""
         return f"{key}[]" if cls.items_of(key) else key
 
     @classmethod
@@ -278,35 +281,35 @@ class Section(BaseModel):
 
     @classmethod
     def is_unused(cls, key: str, values: Mapping[str, Any], tree: Mapping[str, Any]) -> bool:
-        """Return whether other keys leave `key` unread; its bounds are not asked for then.
+        """Return whether `key` is not read because of other keys; its bounds are not enforced then.
 
         Args:
-            values: Of the section, as written.
+            values: The section's values, as written.
             tree: The whole configuration.
         """
         return False
 
     def idle_keys(self) -> Iterator[str]:
-        """Find keys of `without_effect` that were written with another value than their default."""
+        """Yield the keys of `without_effect` that were set to a value other than their default."""
         for key in self.without_effect:
             default = type(self).model_fields[key].get_default()
             if key in self.model_fields_set and getattr(self, key) not in (default, AUTO):
                 yield key
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a plain JSON-able dict of all keys, those left out included."""
+        """Return a JSON-serializable dict of all keys, including those that are not set."""
         return {
             name: _as_json(getattr(self, name), lambda s: s.to_dict()) for name in type(self).model_fields
         }
 
     def given(self) -> dict[str, Any]:
-        """Return a plain dict of the keys that were written."""
+        """Return a plain dict of the keys that were set."""
         written = [name for name in type(self).model_fields if name in self.model_fields_set]
         return {name: _as_json(getattr(self, name), lambda s: s.given()) for name in written}
 
 
 def _nearer(refusal: ValidationError, other: ValidationError) -> ValidationError:
-    """Return the refusal that says more: a number of the wrong size, rather than a text that is no number."""
+    """Return the more specific error: a number out of bounds rather than a string that is not a number."""
     kinds = [error.errors(include_url=False)[0]["type"] for error in (refusal, other)]
     return other if kinds[0] in NO_NUMBER and kinds[1] not in (*NO_NUMBER, "bool_type") else refusal
 
@@ -331,7 +334,7 @@ def _inner_sections(cls: type[Section]) -> tuple[dict[str, type[Section]], dict[
 
 
 def stage_in(tree: Mapping[str, Any]) -> Any:
-    """Return `zero_optimization.stage` of a whole file as it is written; 0 where it is not."""
+    """Return `zero_optimization.stage` of a whole file as written; 0 if it is not set."""
     zero = tree.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     return next((other for other in readings(stage)), stage) if isinstance(stage, str) else stage

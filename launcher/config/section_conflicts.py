@@ -1,4 +1,4 @@
-"""Conflicts whose rules compute: layers split by patterns, spread experts, curriculum learning, elasticity."""
+"""Conflict rules that need computation: tensor and expert parallelism, curriculum learning, elasticity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEARNING = "data_efficiency.data_sampling.curriculum_learning"
 
 
 def split_rules(config: Config) -> Iterator[Found]:
-    """Check rules of one's own of how layers are split."""
+    """Check the user's own rules for splitting layers."""
     section = config.tensor_parallel.partition_config
     for i, rule in enumerate(section.layer_specs if section is not None else ()):
         at = f"tensor_parallel.partition_config.layer_specs.{i}"
@@ -46,7 +46,7 @@ def _of_split_rule(rule: LayerPattern) -> Iterator[Found]:
 
 
 def spread_experts(config: Config) -> Iterator[Found]:
-    """Check what stands beside experts that are spread over ranks."""
+    """Check the keys that expert parallelism conflicts with."""
     section, zero = config.expert_parallel, config.zero_optimization
     for key in ("global_balance_loss", "router_z_loss_coef"):
         if getattr(section, key) and config.cp_degree > 1:
@@ -75,7 +75,7 @@ def spread_experts(config: Config) -> Iterator[Found]:
 
 
 def curriculum(config: Config) -> Iterator[Found]:
-    """Check curriculum learning that is on: what it needs, and what it cannot do."""
+    """Check enabled curriculum learning: required keys and unsupported options."""
     sampling, metric = config.data_efficiency.sampling, config.data_efficiency.curriculum
     needed = "is required where curriculum_learning.enabled is true"
     metrics = f"{LEARNING}.curriculum_metrics"
@@ -113,7 +113,7 @@ def _of_curriculum(metric: SeqlenConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def elastic(config: Config) -> Iterator[Found]:
-    """Check elasticity that is on: what it needs, and numbers that do not fit together."""
+    """Check enabled elasticity: required keys and contradictory numbers."""
     section = config.elasticity
     if not section.on:
         return

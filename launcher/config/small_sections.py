@@ -11,11 +11,11 @@ from launcher.config.section import Count, Section, WholeNumber, WholeNumbers
 
 
 class ActivationCheckpointingConfig(Section):
-    """Recompute the inside of transformer blocks in backward (Chen et al. 2016, arXiv:1604.06174).
+    """Recompute transformer blocks in backward (Chen et al. 2016, arXiv:1604.06174).
 
     DeepSpeed reads this section only for models that call its own checkpoint function. Here its presence
-    checkpoints the blocks of every model; remove the section to keep all activations. A block whose inside
-    calls `launcher.checkpointing.checkpoint` is recomputed once, not twice.
+    enables checkpointing of the blocks of every model; remove the section to keep all activations. A block
+    that calls `launcher.checkpointing.checkpoint` inside is recomputed once, not twice.
     """
 
     differs: ClassVar[dict[str, str]] = {
@@ -25,38 +25,40 @@ class ActivationCheckpointingConfig(Section):
     }
 
     number_checkpoints: Count | None = None
-    """Largest number of blocks that are checkpointed, spread evenly over the depth; null: all."""
+    """Maximum number of blocks to checkpoint, spread evenly over the depth. Null: all."""
 
     partition_activations: bool = False
-    """Each tensor-parallel rank keeps 1/N of the saved inputs, and gathers them before it recomputes. With one
-    tensor-parallel rank that is the whole input, and nothing is sent."""
+    """Each tensor-parallel rank stores 1/N of the saved inputs, which are gathered before recomputation. With
+    one tensor-parallel rank, the whole input is stored and nothing is sent."""
 
     cpu_checkpointing: bool = False
-    """The saved inputs of checkpointed blocks wait in host memory, page-locked where there is a GPU, and the device
-    holds none between forward and backward. An input is copied out while its block runs; in backward, that of the block
-    before is copied in while a block is recomputed. Acts alone or with `partition_activations`, with which each rank's
-    part is what is copied."""
+    """Keep the saved inputs of checkpointed blocks in host memory, page-locked if there is a GPU; the device
+    holds none of them between forward and backward. An input is copied out while its block runs; in backward,
+    the input of the preceding block is copied in while a block is recomputed. Combined with
+    `partition_activations`, only each rank's part is copied."""
 
     contiguous_memory_optimization: bool = False
-    """The saved inputs lie in one buffer with a place for each checkpointed block, made in the first forward: less
-    fragmentation, for one copy more. An input that does not fit into a place gets memory of its own."""
+    """Store the saved inputs in one buffer with a slot for each checkpointed block, allocated in the first
+    forward: less fragmentation, at the cost of one more copy. An input that does not fit into its slot gets
+    memory of its own."""
 
     synchronize_checkpoint_boundary: bool = False
-    """The device's queued work is waited for before and after each forward and each recomputation of a block."""
+    """Synchronize with the device before and after each forward and each recomputation of a block."""
 
     profile: bool = False
-    """Rank 0 prints the milliseconds a step that each checkpointed block takes forward and in recomputation, every
-    `steps_per_print` steps; where that is null, the mean at the end of the run. On a GPU the queued work is
-    waited for at both ends of what is timed."""
+    """Rank 0 prints the milliseconds per step of each checkpointed block, in forward and in recomputation,
+    every `steps_per_print` steps; if that is null, the mean at the end of the run. On a GPU, each timed range
+    starts and ends with a synchronization."""
 
 
 class CompileConfig(Section):
-    """torch.compile, as DeepSpeed 0.14 and 0.15 had it in the JSON. Off when the section is left out or empty.
+    """torch.compile, with the keys of DeepSpeed 0.14 and 0.15. Off if the section is missing or empty.
 
-    Each transformer block is compiled by itself; gathers, reductions and checkpoints stay outside of the graphs. With
-    "inductor" so is Adam's step of 16-bit parameters on the CPU, where there is a compiler: 1.2 times as fast.
-    In DeepSpeed since 0.16 the section holds the keys of DeepCompile. They are taken and have no effect, except those
-    that move memory to the host: these are refused. `Engine.compile()` is there as in DeepSpeed.
+    Each transformer block is compiled separately; gathers, reductions and checkpoints stay outside of the
+    graphs. With "inductor", Adam's step of 16-bit parameters on the CPU is compiled too, if there is a
+    compiler: 1.2 times as fast.
+    Since DeepSpeed 0.16 the section holds the keys of DeepCompile. They are accepted and ignored, except
+    those that move memory to the host, which are refused. `Engine.compile()` works as in DeepSpeed.
     """
 
     differs: ClassVar[dict[str, str]] = {
@@ -67,32 +69,32 @@ class CompileConfig(Section):
     }
 
     enabled: bool | None = None
-    """The blocks are compiled. Null: they are when `disable` is false or `backend` is written."""
+    """Compile the blocks. Null: compile them if `disable` is false or `backend` is set."""
 
     disable: bool | None = None
-    """True: nothing is compiled; false: the blocks are. Null says nothing."""
+    """True: compile nothing. False: compile the blocks. Null: not set."""
 
     backend: str | None = None
-    """The backend of torch.compile; null: "inductor"."""
+    """The backend of torch.compile. Null: "inductor"."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """More keyword arguments of torch.compile, for example {"dynamic": true}."""
+    """Additional keyword arguments of torch.compile, for example {"dynamic": true}."""
 
     @property
     def on(self) -> bool:
-        """Return whether the blocks are to be compiled."""
+        """Return whether the blocks are compiled."""
         if self.enabled is not None:
             return self.enabled
         return self.disable is False or (self.disable is None and self.backend is not None)
 
 
 class ExpertParallelConfig(Section):
-    """The experts of a Hugging Face mixture-of-experts model are spread over neighbouring ranks (Lepikhin et al. 2020,
-    arXiv:2006.16668).
+    """Expert parallelism: the experts of a Hugging Face MoE model are distributed over neighbouring ranks.
 
-    These ranks are part of the data-parallel ones, and of those that share a sequence: the section takes no ranks away
-    from others. Tokens go to the experts and back. ZeRO shards experts over the ranks that
-    have the same ones. Any type of model works whose experts transformers calls through `ExpertsInterface`.
+    The expert-parallel ranks are among the data-parallel ranks and those that share a sequence: the section
+    does not reduce any other degree. Tokens are sent to the experts and back (Lepikhin et al. 2020,
+    arXiv:2006.16668). ZeRO shards experts over the ranks that hold the same ones. All model types work whose
+    experts transformers calls through `ExpertsInterface`.
     """
 
     aliases: ClassVar[dict[str, str]] = {"ep_size": "size"}
@@ -110,42 +112,44 @@ class ExpertParallelConfig(Section):
     }
 
     size: WholeNumber = 0
-    """Ranks that share the experts of each layer, each with about as many; 0 and 1: every rank has all."""
+    """Expert-parallel degree: the number of ranks that share the experts of each layer, each with about the
+    same number. 0 and 1: every rank has all experts."""
 
     enabled: bool = False
-    """`autoep_size` applies."""
+    """Apply `autoep_size`."""
 
     autoep_size: Count = 1
-    """The same as `size`, where `enabled` is true."""
+    """The same as `size`, if `enabled` is true."""
 
     bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
-    """After each step, the correction bias of a router goes up by this for experts that got less than an even share of
-    the tokens, and down for the others (Wang et al. 2024, arXiv:2408.15664): balance without a loss. The model must
-    have such a bias, as DeepSeek-V3 and GLM-4.5 do. 0: it stays. It acts with all experts on every rank, too."""
+    """After each step, increase the correction bias of a router by this for experts that got less than an
+    even share of the tokens, and decrease it for the others (Wang et al. 2024, arXiv:2408.15664): load
+    balancing without a loss. The model must have such a bias, as DeepSeek-V3 and GLM-4.5 do. 0: the bias is
+    not changed. Also applies if every rank has all experts."""
 
     capacity_factor: Annotated[float, Field(gt=0)] | None = None
-    """In training, an expert takes at most this times an even share of a rank's tokens; beyond it, those with the
-    smallest weights are dropped (Lepikhin et al. 2020, arXiv:2006.16668). null: no token is dropped. It acts with all
-    experts on every rank, too."""
+    """In training, an expert accepts at most this times an even share of a rank's tokens; beyond that, the
+    tokens with the smallest weights are dropped (Lepikhin et al. 2020, arXiv:2006.16668). Null: no token is
+    dropped. Also applies if every rank has all experts."""
 
     global_balance_loss: bool = False
-    """The model's balance loss of its routers counts the tokens of all data-parallel ranks and of the step's
-    microbatches so far, instead of each microbatch by itself (Qiu et al. 2025, arXiv:2501.11873). The model must
-    compute it (`output_router_logits` in its config.json)."""
+    """The model's load-balancing loss counts the tokens of all data-parallel ranks and of the step's
+    microbatches so far, instead of each microbatch separately (Qiu et al. 2025, arXiv:2501.11873). The model
+    must compute it (`output_router_logits` in its config.json)."""
 
     router_z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    """This times the mean square of the log-sum-exp of a router's logits is added to that loss, so that logits stay
-    small (Zoph et al. 2022, arXiv:2202.08906)."""
+    """Coefficient of the router z-loss: the mean square of the log-sum-exp of a router's logits, added to the
+    load-balancing loss to keep logits small (Zoph et al. 2022, arXiv:2202.08906)."""
 
     @property
     def degree(self) -> int:
-        """Return how many ranks share the experts, at least 1."""
+        """Return the expert-parallel degree, at least 1."""
         named = [self.size] if self.enabled is not True else [self.size, self.autoep_size]
         return max([1, *(size for size in named if isinstance(size, int))])
 
 
 class CurriculumScheduleConfig(Section):
-    """Numbers of the pace; which ones are needed follows from `schedule_type`."""
+    """Parameters of the schedule; which ones are required depends on `schedule_type`."""
 
     total_curriculum_step: Count | None = None
     """fixed_linear, fixed_root: optimizer steps from min_difficulty to max_difficulty."""
@@ -154,46 +158,47 @@ class CurriculumScheduleConfig(Section):
     """fixed_linear, fixed_root: lengths are multiples of this; 8 or more suits tensor cores."""
 
     root_degree: Count | None = None
-    """fixed_root: 2 is a square root, which rises fast at first; 1 is fixed_linear."""
+    """fixed_root: 2 is a square root, which rises quickly at first; 1 is the same as fixed_linear."""
 
     difficulty: WholeNumbers | None = None
-    """fixed_discrete: the lengths, one after the other."""
+    """fixed_discrete: the lengths, in order."""
 
     max_step: WholeNumbers | None = None
-    """fixed_discrete: the last optimizer step of each length but the last one, which stays."""
+    """fixed_discrete: the last optimizer step of each length except the final one, which has no end."""
 
 
 class SeqlenConfig(Section):
-    """Length of the sequences, in tokens (Li et al. 2022, arXiv:2108.06084)."""
+    """Curriculum by sequence length, in tokens (Li et al. 2022, arXiv:2108.06084)."""
 
     difficulty_type: Literal["value", "percentile"] = "value"
     """"value": difficulties are lengths. "percentile" needs DeepSpeed's index files and is refused."""
 
     clustering_type: Literal["single_cluster", "schedule_based"] = "single_cluster"
-    """"single_cluster": all sequences are cut. "schedule_based" needs DeepSpeed's index files and is refused."""
+    """"single_cluster": all sequences are truncated. "schedule_based" needs DeepSpeed's index files and is
+    refused."""
 
     index_to_sample_path: str | None = None
-    """DeepSpeed's file of sequences by difficulty; refused, because sequences are cut here, not chosen."""
+    """DeepSpeed's file of sequences by difficulty; refused, because sequences are truncated, not selected."""
 
     index_to_metric_path: str | None = None
-    """DeepSpeed's file of difficulties; refused, because sequences are cut here, not chosen."""
+    """DeepSpeed's file of difficulties; refused, because sequences are truncated, not selected."""
 
     min_difficulty: Count | None = None
-    """Tokens of a sequence at the start."""
+    """Sequence length at the start, in tokens."""
 
     max_difficulty: Count | None = None
-    """Tokens of a sequence at the end: longer ones stay cut to it."""
+    """Sequence length at the end, in tokens; longer sequences stay truncated to it."""
 
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = None
-    """Pace from min to max: along a line, a root, in written steps. "custom" needs a function and is refused."""
+    """Growth from min to max: linear, by a root, or in steps. "custom" needs a function and is refused."""
 
     schedule_config: CurriculumScheduleConfig = Field(
         default_factory=CurriculumScheduleConfig.model_construct
     )
-    """Numbers of the pace."""
+    """Parameters of the schedule."""
 
     def missing(self) -> Iterator[str]:
-        """Find keys that a curriculum needs and that are not written."""
+        """Yield the keys that a curriculum requires and that are not set."""
         for key in ("min_difficulty", "max_difficulty", "schedule_type"):
             if getattr(self, key) is None:
                 yield key
@@ -207,26 +212,26 @@ NEEDED = {
     "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
     "fixed_discrete": ("difficulty", "max_step"),
 }
-"""Schedule type -> the keys of its schedule_config."""
+"""Schedule type -> the required keys of its schedule_config."""
 
 
 class CurriculumMetricsConfig(Section):
-    """The measures of how hard a sequence is."""
+    """Metrics of the difficulty of a sequence."""
 
     seqlen: SeqlenConfig | None = None
-    """Its length."""
+    """The length of the sequence."""
 
 
 class CurriculumLearningConfig(Section):
-    """Easy sequences first."""
+    """Curriculum learning: easy sequences first."""
 
     enabled: bool = False
-    """Cut the sequences of a batch to a length that grows with the optimizer steps, in training only."""
+    """Truncate the sequences of a batch to a length that grows with the optimizer steps, in training only."""
 
     curriculum_metrics: CurriculumMetricsConfig = Field(
         default_factory=CurriculumMetricsConfig.model_construct
     )
-    """Metrics by name; `seqlen` is the one that needs no analysis of the data before the run."""
+    """Metrics by name; only `seqlen` needs no analysis of the data before the run."""
 
     data_cluster_path: str | None = None
     """DeepSpeed's directory for clusters of sequences."""
@@ -237,39 +242,41 @@ class CurriculumLearningConfig(Section):
 
 
 class DataSamplingConfig(Section):
-    """The choice of the data that is trained on."""
+    """Selection of the training data."""
 
     enabled: bool = False
-    """The keys of this section count; false: none of them, `curriculum_learning` included."""
+    """Enable this section. False: all of its keys are ignored, including `curriculum_learning`."""
 
     num_epochs: Count = 1000
-    """train_batch() ends with an error after so many passes over initialize(training_data=...); recipes refuse a run
-    that is longer."""
+    """train_batch() raises an error after this many passes over initialize(training_data=...); recipes refuse
+    longer runs."""
 
     num_workers: WholeNumber = 0
-    """Processes that load initialize(training_data=...); 0 loads in the rank itself. Recipes read memory maps, in the
-    rank itself."""
+    """Worker processes that load initialize(training_data=...); 0 loads in the rank's own process. Recipes
+    read memory maps, in the rank's own process."""
 
     pin_memory: bool = False
-    """initialize(training_data=...): batches in page-locked memory, from which copies to a GPU are asynchronous."""
+    """Put the batches of initialize(training_data=...) in page-locked memory, from which copies to a GPU are
+    asynchronous."""
 
     curriculum_learning: CurriculumLearningConfig = Field(
         default_factory=CurriculumLearningConfig.model_construct
     )
-    """Easy sequences first."""
+    """Curriculum learning: easy sequences first."""
 
 
 class DataEfficiencyConfig(Section):
-    """Data that is chosen or cut, so that less of it is needed (Li et al. 2022, arXiv:2212.03597)."""
+    """Selection and truncation of training data, to train with less of it (Li et al. 2022,
+    arXiv:2212.03597)."""
 
     enabled: bool = False
-    """The keys of this section count; false: none of them."""
+    """Enable this section. False: all of its keys are ignored."""
 
     seed: WholeNumber = 1234
-    """Order of initialize(training_data=...); the order of the recipes follows their flag --seed."""
+    """Seed for the order of initialize(training_data=...); recipes use their flag --seed."""
 
     data_sampling: DataSamplingConfig = Field(default_factory=DataSamplingConfig.model_construct)
-    """Which data is trained on."""
+    """Selection of the training data."""
 
     differs: ClassVar[dict[str, str]] = {
         "enabled": "false turns off what is inside; DeepSpeed looks at the inner switches only",
@@ -280,11 +287,11 @@ class DataEfficiencyConfig(Section):
 
     @property
     def sampling(self) -> DataSamplingConfig | None:
-        """Return `data_sampling` when it is on."""
+        """Return `data_sampling` if it is enabled, else None."""
         return self.data_sampling if self.enabled is True and self.data_sampling.enabled is True else None
 
     @property
     def curriculum(self) -> SeqlenConfig | None:
-        """Return the curriculum when it is on."""
+        """Return the curriculum if it is enabled, else None."""
         learning = self.sampling.curriculum_learning if self.sampling else None
         return learning.curriculum_metrics.seqlen if learning and learning.enabled is True else None

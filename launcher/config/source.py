@@ -14,11 +14,11 @@ from launcher.config.document import Document
 from launcher.config.reader import read_file, read_text
 from launcher.errors import ConfigError
 
-LONGEST_NAME = 255  # of a file; a longer text is no path
+LONGEST_NAME = 255  # of a file; a longer string is not a path
 
 
 def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Document:
-    """Read the document as it was written, see `load`."""
+    """Read a document as written; see `load`."""
     if is_yaml(source):
         from launcher.config.accelerate_yaml import read_yaml
 
@@ -39,9 +39,9 @@ def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Do
 
 
 def file_of(tree: Mapping[str, Any]) -> Document | None:
-    """Return the file on the command line that a dict was read from, so that errors can say where a key is written.
+    """Return the file on the command line that a dict was read from, so that errors can point to its lines.
 
-    Scripts read the file of `--deepspeed` themselves, and hand on a dict in which they have filled in and added keys.
+    Scripts read the file of `--deepspeed` themselves, and pass on a dict with keys filled in and added.
     """
     for token in sys.argv[1:]:
         path = Path(token.rpartition("=")[2][:LONGEST_NAME])
@@ -54,24 +54,24 @@ def file_of(tree: Mapping[str, Any]) -> Document | None:
 
 
 def _comes_from(value: Any, written: Any) -> bool:
-    """Return whether a value is what is written, but for what "auto" stood for and what was added."""
+    """Return whether a value equals the written one, apart from replaced "auto" values and added keys."""
     if isinstance(written, dict) and isinstance(value, Mapping):
         return all(key in value and _comes_from(value[key], item) for key, item in written.items())
     return bool(written == value) or written == "auto"
 
 
 def is_yaml(source: object) -> bool:
-    """Return whether it is the path of accelerate's configuration, and not a JSON."""
+    """Return whether a source is the path of an accelerate configuration rather than a JSON."""
     return isinstance(source, str | Path) and str(source).endswith((".yaml", ".yml"))
 
 
 def in_base64(tree: Mapping[str, Any]) -> str:
-    """Return a configuration as a text that `load` reads, and accelerate: nothing of it has to lie in a file."""
+    """Encode a configuration as text that `load` and accelerate accept, so that no file is needed."""
     return base64.urlsafe_b64encode(json.dumps(tree).encode()).decode()
 
 
 def _decoded(source: str) -> str | None:
-    """Decode JSON in base64, which DeepSpeed's launcher takes in place of a path; None when it is no such text."""
+    """Decode base64-encoded JSON, which DeepSpeed's launcher accepts instead of a path; else return None."""
     try:
         text = base64.b64decode(
             source.strip(), altchars=b"-_" if {"-", "_"} & set(source) else None, validate=True
@@ -83,7 +83,7 @@ def _decoded(source: str) -> str | None:
 
 
 def _plain_dict(source: Mapping[Any, Any]) -> dict[str, Any]:
-    """Make a deep copy of plain dicts and lists, so that later changes of the caller's dict do not reach us."""
+    """Copy into plain dicts and lists, so that later changes to the caller's dict have no effect."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):

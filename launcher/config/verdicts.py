@@ -1,4 +1,4 @@
-"""The verdict on each key of a file, and what every "auto" and every default became."""
+"""The verdict on each key of a file, and the resolved value of every "auto" and every default."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Verdict: TypeAlias = Literal[
 ]
 _WHOLE = ("refused", "obsolete", "no effect", "comment", "foreign")
 OWN = "a key of this launcher"
-"""A note on a key that DeepSpeed does not have begins with it: no difference that anybody need look at."""
+"""Prefix of the notes on keys that DeepSpeed does not have; these do not count as used differently."""
 _OF_NOTE: dict[str, Verdict] = {
     "converted": "obsolete",
     "differs": "used differently",
@@ -32,13 +32,13 @@ _OF_NOTE: dict[str, Verdict] = {
 
 
 class KeyVerdict(NamedTuple):
-    """One key.
+    """The verdict on one key.
 
     Attributes:
-        path: as it was written; of a key that is left out and worth a word, its path of today.
-        line, column: where it is written, both from 1; (0, 0) where it is not.
-        verdict: what becomes of it.
-        words: how, by what it was replaced, or why; "" for a key that is simply used.
+        path: as written; for a key that is not set but has a finding, its current path.
+        line, column: where it is written, both from 1; (0, 0) if it is not.
+        verdict: how the key is treated.
+        words: how it differs, what replaced it, or why; "" for a key that is simply used.
     """
 
     path: Path
@@ -49,7 +49,8 @@ class KeyVerdict(NamedTuple):
 
 
 def verdicts(written: Document, examined: Examined) -> list[KeyVerdict]:
-    """Return a verdict for each key of `written`, in its order; then those on keys that are left out."""
+    """Return a verdict for each key of `written`, in file order, then for keys that are not set but have
+    findings."""
     reasons = _reasons(examined)
     rows: list[KeyVerdict] = []
     told: set[Path] = set()
@@ -59,13 +60,13 @@ def verdicts(written: Document, examined: Examined) -> list[KeyVerdict]:
             under.setdefault(path[:end], []).append(path)
     carried = set(examined.document.origins.values())
     for path in _leaves(written.tree, ()):
-        # A section that was refused, or replaced by something else, is one row; one that only has another name is not.
+        # A section that was refused or replaced as a whole is one row; one that was only renamed is not.
         around = (path[:end] for end in range(1, len(path)))
         whole = (p for p in around if p in reasons and reasons[p][0][0] in _WHOLE)
         subject = path if path in carried else next(whole, path)
         if subject in told:
             continue
-        inside = under.get(subject, [])  # an item of a list
+        inside = under.get(subject, [])  # also below the subject: items of a list
         told |= {subject, *inside}
         found = [(other, reason) for other in inside for reason in reasons[other]]
         for at, reason in found or [(subject, _plain(path, examined))]:
@@ -81,13 +82,13 @@ def verdicts(written: Document, examined: Examined) -> list[KeyVerdict]:
 
 
 def count(rows: list[KeyVerdict]) -> dict[str, int]:
-    """Count the keys that have each verdict, the plain ones first."""
+    """Count the keys per verdict, "used" first."""
     found = Counter(row.verdict for row in rows)
     return {kind: found[kind] for kind in ("used", *_OF_NOTE.values(), "refused") if found[kind]}
 
 
 def _reasons(examined: Examined) -> dict[Path, list[tuple[Verdict, str]]]:
-    """Return path as written -> what the checks said of it; a refusal goes before everything else."""
+    """Map each path as written to the findings of the checks; a refusal takes precedence over notes."""
     document = examined.document
     reasons: dict[Path, list[tuple[Verdict, str]]] = {}
     for problem in examined.problems:
@@ -113,7 +114,7 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[Path]:
 
 
 def _plain(path: Path, examined: Examined) -> tuple[Verdict, str]:
-    """Judge a key that no check mentioned."""
+    """Return the verdict on a key without findings."""
     now = next((new for new, old in examined.document.origins.items() if old == path), path)
     tree = examined.document.tree
     if (how := differs_at(Config, tree, now)) is not None:
@@ -131,13 +132,13 @@ OF_HIDDEN_SIZE = {
 
 
 class Explained(NamedTuple):
-    """One key that has no value of its own in the file.
+    """A key that has no explicit value in the file.
 
     Attributes:
         path: dotted.
-        value: what it became, as text.
+        value: its resolved value, as text.
         why: "the default", or where the value comes from.
-        auto: the file says "auto".
+        auto: whether the file sets it to "auto".
     """
 
     path: str
@@ -147,22 +148,22 @@ class Explained(NamedTuple):
 
 
 def explain(config: Config, tree: Mapping[str, Any], dp_degree: int | None) -> list[Explained]:
-    """List every key that says "auto" or is left out, in the order of the schema.
+    """Return every key that is "auto" or not set, in the order of the schema.
 
     Args:
-        config: not resolved.
-        tree: the document it was made of, converted.
-        dp_degree: data-parallel ranks, which solve the batch equation; None: it is left open.
+        config: the configuration before `resolve`.
+        tree: the converted document that it was built from.
+        dp_degree: data-parallel degree, to solve the batch equation; None leaves it open.
     """
     written = keys_written(Config, tree)
     return list(_batch(config, dp_degree)) + list(_section(config, config, (), written, config.to_dict()))
 
 
 def solved_batch(config: Config, dp_degree: int) -> tuple[ResolvedAuto, ...]:
-    """Return what the batch equation gives on so many ranks, whatever the run may say of rates and schedules.
+    """Return the solution of the batch equation for `dp_degree`, ignoring the optimizer and the scheduler.
 
     Raises:
-        ConfigProblems: it does not hold.
+        ConfigProblems: it has no solution.
     """
     return (
         config.model_copy(update={"optimizer": None, "scheduler": None})
@@ -189,7 +190,7 @@ def _batch(config: Config, dp_degree: int | None) -> Iterator[Explained]:
 def _section(
     root: Config, section: Section, path: Path, written: set[Path], shown: Mapping[str, Any]
 ) -> Iterator[Explained]:
-    """Explain a section; `shown` has the keys of it that mean something here (an optimizer has only its own)."""
+    """Explain a section; `shown` contains its relevant keys (only those of its type for an optimizer)."""
     for key in type(section).model_fields:
         here = (*path, key)
         value = getattr(section, key)
@@ -208,7 +209,7 @@ def _section(
 
 
 def _of_shared_sequences(root: Config) -> dict[str, tuple[str, str]]:
-    """Return what keys become where ranks share sequences: path -> (value, why)."""
+    """Return the values of keys if ranks share sequences: path -> (value, why)."""
     if root.cp_degree == 1:
         return {}
     ulysses, ring = root.context_parallel.sizes
@@ -239,5 +240,5 @@ def _auto(root: Config, section: Section, path: Path) -> Explained:
 
 
 def _json(value: Any) -> str:
-    """Write a value as it stands in the file, texts without their quotes."""
+    """Format a value as in the file, but strings without quotes."""
     return value if isinstance(value, str) else json.dumps(value)

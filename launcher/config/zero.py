@@ -34,7 +34,7 @@ def _texts(value: Any) -> Any:
 
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
-"""A text, or a list of texts."""
+"""A string, or a list of strings."""
 
 MOE_BLOCKS = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -44,27 +44,27 @@ MOE_BLOCKS = (
 
 
 class LeafModuleConfig(Section):
-    """Modules that are gathered, freed and reduced as one unit with everything inside them.
+    """Modules that are gathered, freed and reduced as one unit, including their submodules.
 
-    Units are transformer blocks already. A module inside a block changes nothing; one around several blocks makes them
-    one unit; one beside the blocks leaves the root unit and becomes a unit of its own. An entry that you write and that
-    no module matches is an error.
+    Transformer blocks are units by default. A leaf module inside a block changes nothing; one that contains
+    several blocks merges them into one unit; one outside of the blocks is moved from the root unit to a unit
+    of its own. An explicit entry that matches no module is an error.
     """
 
     classes: Texts = MOE_BLOCKS
-    """Class names, bare or with their Python module. The default, three MoE blocks, may match nothing."""
+    """Class names, with or without their Python module. The default, three MoE blocks, may match nothing."""
 
     names: Texts = ()
-    """Names as `named_modules()` gives them."""
+    """Module names, as in `named_modules()`."""
 
     name_suffixes: Texts = ()
-    """Endings of such names; every module that has one is taken."""
+    """Suffixes of module names; every module with a matching name is included."""
 
 
 class ZeroConfig(Section):
     """ZeRO. Sizes count elements, not bytes.
 
-    Every `stage3_` key is also read without that prefix, as in DeepSpeed.
+    Every `stage3_` key is also accepted without that prefix, as in DeepSpeed.
     """
 
     aliases: ClassVar[dict[str, str]] = {
@@ -128,40 +128,40 @@ class ZeroConfig(Section):
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"stage"})
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_switch)] = 0
-    """0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters."""
+    """0: nothing is sharded. 1: optimizer state is sharded. 2: gradients too. 3: parameters too."""
 
     contiguous_gradients: bool = True
-    """Gradients of a unit live in one flat buffer."""
+    """The gradients of a unit share one flat buffer."""
 
     reduce_scatter: bool = True
-    """Gradients are reduce-scattered at stages 1 to 3; false all-reduces them, and each rank keeps its slice."""
+    """Reduce-scatter gradients at stages 1 to 3. False: all-reduce them, and each rank keeps its slice."""
 
     reduce_bucket_size: Count = 500_000_000
-    """Maximum number of gradient elements that are being reduced at a time, and in one collective."""
+    """Maximum number of gradient elements in reductions in flight, and in a single collective."""
 
     allgather_partitions: bool = True
-    """Updated parameters that are not sharded come back by all-gather; false: by a broadcast from each rank."""
+    """All-gather updated parameters that are not sharded. False: broadcast them from each rank."""
 
     allgather_bucket_size: Count = 500_000_000
-    """Maximum number of elements of one all-gather of updated parameters."""
+    """Maximum number of elements in one all-gather of updated parameters."""
 
     overlap_comm: Annotated[bool, BeforeValidator(null_is_true)] = True
-    """Communication runs while the backward still computes. Left out or null: true at every stage."""
+    """Overlap communication with the backward. Not set or null: true at every stage."""
 
     load_from_fp32_weights: bool = True
     """DeepSpeed can start master weights from 16-bit values; here a checkpoint's float32 values are always used."""
 
     offload_param: OffloadParamConfig | None = None
-    """Parameters rest in host memory or on NVMe."""
+    """Offload of parameters to host memory or NVMe."""
 
     offload_optimizer: OffloadOptimizerConfig | None = None
-    """Optimizer state rests in host memory or on NVMe."""
+    """Offload of optimizer state to host memory or NVMe."""
 
     sub_group_size: WholeNumber = 1_000_000_000
     """Maximum number of elements that the optimizer updates at a time; 0: one parameter at a time."""
 
     stage3_prefetch_bucket_size: WholeNumber = 50_000_000
-    """Maximum number of elements gathered ahead of the module that runs; 0 gathers nothing ahead."""
+    """Maximum number of elements prefetched ahead of the running module; 0 disables prefetching."""
 
     stage3_param_persistence_threshold: WholeNumber = 100_000
     """Parameters with fewer elements stay gathered."""
@@ -173,16 +173,16 @@ class ZeroConfig(Section):
     """Maximum number of elements that are gathered at a time."""
 
     stage3_max_reuse_distance: WholeNumber = 1_000_000_000
-    """A gathered parameter is kept when it is used again within so many elements."""
+    """A gathered parameter is kept if it is used again within this many elements."""
 
     stage3_gather_16bit_weights_on_model_save: bool = False
-    """DeepSpeed needs it to write whole weights at stage 3; here they are always written, one unit in memory."""
+    """DeepSpeed needs it to save unsharded weights at stage 3; here they are always saved, unit by unit."""
 
     ignore_unused_parameters: bool = True
-    """A parameter without a gradient is fine; false makes it an error."""
+    """Allow parameters without a gradient. False: they are an error."""
 
     compute_grad_norm: bool = True
-    """The norm of the gradient is computed at each step. False saves that, and needs `gradient_clipping` 0."""
+    """Compute the gradient norm at each step. False skips it, and requires `gradient_clipping` 0."""
 
     use_multi_rank_bucket_allreduce: bool = True
     """DeepSpeed merges reductions to several ranks; here one collective reduces to all ranks."""
@@ -191,72 +191,75 @@ class ZeroConfig(Section):
     """DeepSpeed can pad parameters to 16 bytes; here they always start at multiples of 16 elements."""
 
     mics_shard_size: Annotated[int, BeforeValidator(_group_size)] = -1
-    """MiCS (arXiv:2205.00119): what the stage shards is sharded inside groups of this many neighbouring ranks, and
-    gradients are summed over the groups once a step. A divisor of the data-parallel ranks; -1: one group of all."""
+    """MiCS (arXiv:2205.00119): shard only within groups of this many neighbouring ranks, and sum gradients
+    over the groups once per step. It must divide the data-parallel degree. -1: one group of all ranks."""
 
     mics_hierarchical_params_gather: bool = False
-    """Where a MiCS group spans nodes: gather across the nodes first, then inside each, so that fewer bytes leave a
-    node."""
+    """If a MiCS group spans nodes, gather across nodes first and then within each node, so that fewer bytes
+    leave a node."""
 
     zero_hpz_partition_size: Count = 1
-    """hpZ of ZeRO++ (arXiv:2306.10209), stage 3: gathered parameters are kept in a second shard inside groups of this
-    many neighbouring ranks (those of a node), and the backward gathers from there. 1: off."""
+    """hpZ of ZeRO++ (arXiv:2306.10209), stage 3: keep a secondary shard of gathered parameters within groups
+    of this many neighbouring ranks (those of a node), from which the backward gathers. 1: off."""
 
     zero_quantized_weights: bool = False
-    """qwZ of ZeRO++, stage 3: parameters are gathered as 8-bit integers, a quarter of the bytes of float32. What a
-    module computes with is off by at most 1/254 of the largest magnitude in a block of 256 values."""
+    """qwZ of ZeRO++, stage 3: gather parameters as 8-bit integers, a quarter of the bytes of float32. The
+    error of a gathered value is at most 1/254 of the largest magnitude in its block of 256 values."""
 
     zero_quantized_nontrainable_weights: bool = False
-    """Stage 3: shards of frozen parameters are stored as 8-bit integers, and gathered in that form."""
+    """Stage 3: store and gather the shards of frozen parameters as 8-bit integers."""
 
     zero_quantized_gradients: bool = False
-    """qgZ of ZeRO++: gradients are reduce-scattered as 4-bit integers, an eighth of the bytes of float32. A term is off
-    by at most 1/14 of the largest magnitude in a block of 256 values."""
+    """qgZ of ZeRO++: reduce-scatter gradients as 4-bit integers, an eighth of the bytes of float32. The error
+    of each summand is at most 1/14 of the largest magnitude in its block of 256 values."""
 
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig.model_construct)
-    """Stage 3: modules that are fetched as one."""
+    """Stage 3: modules that are gathered as one unit."""
 
     stage3_module_granularity_threshold: WholeNumber = 0
-    """A module is gathered as one unit if its parameters, divided by one more than the number of modules inside it
-    that have any, are at most this; 0: none."""
+    """A module is gathered as one unit if its number of parameters, divided by one plus the number of its
+    submodules that have parameters, is at most this; 0: off."""
 
     stage3_use_all_reduce_for_fetch_params: bool = False
-    """DeepSpeed can fetch by all-reduce; here parameters always come by all-gather."""
+    """DeepSpeed can gather parameters by all-reduce; here they are always all-gathered."""
 
     stage3_allgather_sequential: bool = False
     """DeepSpeed can gather parameters one by one to save a copy; here there is no such copy."""
 
     memory_efficient_linear: bool = True
-    """DeepSpeed replaces torch's linear function so that it lets go of its weight; here none is kept."""
+    """DeepSpeed replaces torch's linear function with one that releases its weight; no layer retains it
+    here."""
 
     override_module_apply: bool = True
-    """Stage 3: `Module.apply(fn)` calls fn with whole parameters, and rank 0's changes are kept. False: fn gets
-    sharded parameters."""
+    """Stage 3: `Module.apply(fn)` calls fn with unsharded parameters, and keeps the changes of rank 0. False:
+    fn gets sharded parameters."""
 
     log_trace_cache_warnings: bool = False
-    """Stage 3: warn when modules are used in another order than before, which stops prefetching for an iteration."""
+    """Stage 3: warn if modules run in a different order than before, which disables prefetching for an
+    iteration."""
 
     enable_sanity_checks: bool = False
-    """At every step the ranks compare the collectives they started and the parameters that they all hold, and in fp32
-    and bf16 every gradient must be finite. The first difference is an error that names it. Costs time."""
+    """At every step, compare across ranks the collectives that were started and the replicated parameters,
+    and with fp32 and bf16 check that all gradients are finite. The first difference raises an error that
+    names it. Costs time."""
 
     pipeline_loading_checkpoint: bool = False
-    """DeepSpeed can load a checkpoint one local rank after the other; here a rank reads its own slices only."""
+    """DeepSpeed can load a checkpoint one local rank at a time; here a rank reads only its own slices."""
 
     save_muon_momentum_buffer_in_memory: bool = False
     """DeepSpeed can keep Muon's momentum in memory while other state is on NVMe."""
 
     elastic_checkpoint: bool = False
-    """DeepSpeed's old layout for other numbers of ranks; here every checkpoint loads on any number."""
+    """DeepSpeed's old layout for other world sizes; here every checkpoint loads on any number of ranks."""
 
     round_robin_gradients: bool = False
-    """DeepSpeed spreads the copies of gradients over ranks; here every rank reduces all units alike."""
+    """DeepSpeed distributes the copying of gradients over ranks; here all ranks reduce every unit alike."""
 
     zenflow: ZenFlowConfig | None = None
-    """DeepSpeed can update most weights now and then only, while the CPU catches up (arXiv:2505.12242)."""
+    """DeepSpeed can update most weights less often while the CPU catches up (arXiv:2505.12242)."""
 
     @property
     def parameters_elsewhere(self) -> OffloadParamConfig | None:
-        """Return where parameters rest, when that is not the device: `offload_param` at stage 3."""
+        """Return `offload_param` if it offloads parameters (at stage 3), else None."""
         section = self.offload_param if self.stage == 3 else None
         return None if section is None or section.device == "none" else section

@@ -1,4 +1,4 @@
-"""A directory that is built once, however many processes ask for it, and is never seen half done or damaged."""
+"""Cache directories that concurrent processes build once and never see incomplete or damaged."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from pathlib import Path
 import xxhash
 
 CHECKSUMS = ".checksums"
-"""Beside what was built: the checksums (XXH3, 64 bits) of all files, behind a line with their own."""
-_PIECE = 1 << 20  # read at a time: what was read is still in the cache when it is hashed
+"""The file with the checksums (XXH3, 64 bits) of all other files of a directory; its first line is the
+checksum of the rest."""
+_PIECE = 1 << 20  # bytes read at a time, so that they are still in the CPU cache when hashed
 logger = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
-    """Return `$LAUNCHER_CACHE`, else `~/.cache/launcher`."""
+    """Return `$LAUNCHER_CACHE` if it is set, else `~/.cache/launcher`."""
     return Path(os.environ.get("LAUNCHER_CACHE") or Path.home() / ".cache" / "launcher")
 
 
 def cache_key(*parts: object) -> str:
-    """Return a name of 32 hex digits for everything a cached result depends on."""
+    """Return a name of 32 hex digits that identifies everything a cached result depends on."""
     digest = hashlib.sha256()
     for part in parts:
         text = str(part).encode()
@@ -36,12 +37,11 @@ def cache_key(*parts: object) -> str:
 
 
 def build_once(final: Path, build: Callable[[Path], None]) -> Path:
-    """Return `final`, after `build(temporary directory)` has filled it if nobody had, or its files are not those that
-    were built: that is told.
+    """Return `final`, filled by `build(temporary directory)` if it does not exist or is damaged.
 
-    The first caller builds in a temporary directory beside `final` and renames it; the others wait on a
-    lock that the kernel drops when its holder dies. What a killed builder left behind is removed by the next.
-    Every caller reads all files once, which takes some 0.3 s a GB.
+    Damage is logged. The first caller builds in a temporary directory next to `final` and renames it; the
+    others wait on a lock that the kernel releases when its holder dies. What a killed builder left behind is
+    removed by the next one. Every caller verifies the checksums of all files, which takes about 0.3 s per GB.
     """
     if final.is_dir() and fault(final) is None:
         return final
@@ -61,7 +61,7 @@ def build_once(final: Path, build: Callable[[Path], None]) -> Path:
             build(temporary)
             _write_checksums(temporary)
             _sync(temporary)
-            if damaged and fault(final) is not None:  # still: without locks, another may have been first
+            if damaged and fault(final) is not None:  # without locks, another process may have replaced it
                 _replace(temporary, final)
             else:
                 _rename(temporary, final)
@@ -71,10 +71,10 @@ def build_once(final: Path, build: Callable[[Path], None]) -> Path:
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """Return the checksums of the files of a directory that `build_once` has built, by their paths in it.
+    """Return the checksums of the files in a directory that `build_once` built, by their relative paths.
 
     Raises:
-        ValueError: none can be read, in words for people.
+        ValueError: they cannot be read; the message is meant for users.
     """
     try:
         own, _, body = (directory / CHECKSUMS).read_text(encoding="utf-8").partition("\n")
@@ -89,7 +89,7 @@ def checksums(directory: Path) -> dict[str, str]:
 
 
 def fault(directory: Path) -> str | None:
-    """Return what is wrong with the files of a directory that `build_once` has built; None: they are as they were."""
+    """Return what is wrong with the files of a directory that `build_once` built; None if they are intact."""
     try:
         for name, wanted in checksums(directory).items():
             path = directory / name
@@ -120,7 +120,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock; False where the file system has none: then every process builds and one rename wins."""
+    """Hold the lock; yield False if the file system has none, so that every process builds."""
     with open(path, "w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -131,7 +131,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _sync(directory: Path) -> None:
-    """Bring the files to the disk before the rename makes them visible."""
+    """Flush the files to disk before the rename makes them visible."""
     for path in [*directory.rglob("*"), directory]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -141,7 +141,7 @@ def _sync(directory: Path) -> None:
 
 
 def _replace(temporary: Path, final: Path) -> None:
-    """Replace a damaged directory; who reads its files at this moment goes on with them."""
+    """Replace a damaged directory; processes that have its files open can continue to read them."""
     doomed = temporary.with_name(f"{temporary.name}-damaged")
     os.rename(final, doomed)
     _rename(temporary, final)
@@ -152,5 +152,5 @@ def _rename(temporary: Path, final: Path) -> None:
     try:
         os.rename(temporary, final)
     except OSError:
-        if not final.is_dir():  # a process without a lock may have been first: its result is as good
+        if not final.is_dir():  # a process without a lock may have been first: its result is equivalent
             raise

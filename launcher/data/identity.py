@@ -1,4 +1,4 @@
-"""The identity of the data: what a checkpoint notes of them, and what has changed when a run goes on from it."""
+"""The identity of the data, which a checkpoint records and a resumed run compares."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identity:
-    """The settings in which a place in the data (`GlobalBatchLoader.state_dict`) has a meaning.
+    """The settings for which a position in the data (`GlobalBatchLoader.state_dict`) is valid.
 
     Attributes:
-        digest: of the tokens of the whole data set, whatever the length of a sequence; None where it is not known.
-        seq_length: tokens of a sequence; None where it is not known.
-        sequences: how many there are.
-        seed: of their order.
-        document_mask: whether documents of a sequence are kept apart.
+        digest: checksum of the tokens of the whole data set, independent of the sequence length; None if
+            unknown.
+        seq_length: tokens per sequence; None if unknown.
+        sequences: number of sequences.
+        seed: seed of their order.
+        document_mask: whether the documents in a sequence are masked from each other.
     """
 
     digest: str | None
@@ -36,12 +37,13 @@ class Identity:
         return asdict(self)
 
     def is_other(self, was: Mapping[str, Any] | None) -> bool:
-        """Return whether a checkpoint that noted `was` had another data set: its place means nothing in this one."""
+        """Return whether a checkpoint that recorded `was` used other data, which makes its position
+        invalid."""
         before = was and was.get("digest")
         return before is not None and self.digest is not None and before != self.digest
 
     def changes(self, was: Mapping[str, Any] | None, place: Mapping[str, Any]) -> list[str]:
-        """Return remarks, a line each, for a run that goes on at `place` of the data that a checkpoint noted."""
+        """Return remarks, one line each, for a run that resumes at `place` of the data recorded as `was`."""
         at = f"sequence {place['samples']:,} of epoch {place['epoch']}"
         if was is None:
             return [

@@ -27,26 +27,27 @@ class Sequences(Protocol):
 
 
 class GlobalBatchLoader:
-    """Deals the global batches of `dataset` to data-parallel ranks.
+    """Distributes the global batches of `dataset` to data-parallel ranks.
 
-    The order of an epoch is a permutation made from (seed, epoch) alone, so the global batch of a step does
-    not depend on the topology, and neither does the state.
+    The order of an epoch is a permutation that depends only on (seed, epoch), so neither the global batch of
+    a step nor the state depends on the topology.
 
     Args:
         dataset: items are LongTensors [seq_length] (labels are the tokens then) or dicts of tensors.
-        global_batch: sequences of one optimizer step over all ranks (`train_batch_size`).
-        micro_batch: sequences of one forward on one rank (`train_micro_batch_size_per_gpu`).
+        global_batch: sequences per optimizer step over all ranks (`train_batch_size`).
+        micro_batch: sequences per forward on one rank (`train_micro_batch_size_per_gpu`).
         dp_rank: rank on the dp axis.
         dp_degree: degree of the dp axis.
-        seed: of the order.
+        seed: seed of the order.
         shuffle: False reads in the order of the dataset in every epoch.
-        reads: False, on ranks that train on what others read: the place moves on, and `steps` gives nothing.
-        drop_last: drop the sequences of an epoch that fill no global batch; False fills the last global batch
-            with the first sequences of the same epoch, so every rank has work of the same shape.
+        reads: False on ranks that train on what other ranks read: the position advances, but `steps` yields
+            empty lists.
+        drop_last: drop an incomplete global batch at the end of an epoch; False fills it up with the first
+            sequences of the same epoch, so that every rank has work of the same shape.
 
     Attributes:
         epoch: the epoch of the next step, from 0.
-        samples: sequences of that epoch that are used up, over all ranks.
+        samples: sequences of that epoch that have been consumed, over all ranks.
 
     Raises:
         ConfigError: the numbers do not divide, or the data set is smaller than one global batch.
@@ -81,21 +82,21 @@ class GlobalBatchLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return the optimizer steps of one whole epoch."""
+        """Return the number of optimizer steps per epoch."""
         whole, rest = divmod(len(self.dataset), self.global_batch)
         return whole + (1 if rest and not self.drop_last else 0)
 
     @property
     def microbatches_per_step(self) -> int:
-        """Return the microbatches of one rank in one step: the gradient accumulation."""
+        """Return the number of microbatches per rank and step: the gradient accumulation."""
         return self.global_batch // (self.micro_batch * self.dp_degree)
 
     def __len__(self) -> int:
-        """Return the microbatches of one rank in one whole epoch."""
+        """Return the number of microbatches per rank and epoch."""
         return self.steps_per_epoch * self.microbatches_per_step
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the microbatches of this rank, from the present place to the end of the epoch."""
+        """Yield the microbatches of this rank, from the current position to the end of the epoch."""
         epoch = self.epoch
         while self.epoch == epoch:
             *first, last = self._microbatches()
@@ -104,7 +105,7 @@ class GlobalBatchLoader:
             yield last
 
     def steps(self) -> Iterator[list[Batch]]:
-        """Yield one list of microbatches for each optimizer step, epoch after epoch without end."""
+        """Yield one list of microbatches per optimizer step, endlessly over epochs."""
         while True:
             microbatches = self._microbatches() if self.reads else []
             self._advance()
@@ -117,21 +118,21 @@ class GlobalBatchLoader:
         return np.concatenate([indices, order[: self.global_batch - len(indices)]])
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; in the middle of that very epoch the place is kept."""
+        """Move to the start of `epoch`; in the middle of that same epoch, keep the position."""
         if epoch != self.epoch:
             self.epoch, self.samples = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place in the data, in sequences over all ranks: any topology may continue from it."""
+        """Return the position in the data, in sequences over all ranks: any topology can continue from it."""
         return {"epoch": self.epoch, "samples": self.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the place of `state_dict`, which another topology or batch size may have saved."""
+        """Continue at the position of a `state_dict`, which another topology or batch size may have saved."""
         self.epoch, self.samples = int(state["epoch"]), int(state["samples"])
         self._roll_over()
 
     def after(self, samples: int) -> dict[str, int]:
-        """Return the place after so many sequences, over all ranks and epochs, of a run with this global batch."""
+        """Return the position after `samples` sequences, over all ranks and epochs."""
         of_epoch = self.steps_per_epoch * self.global_batch
         return {"epoch": samples // of_epoch, "samples": samples % of_epoch}
 

@@ -1,4 +1,4 @@
-"""Documents -> rows of exactly `seq_length` tokens in a memory-mapped file, made once."""
+"""Packs documents into rows of exactly `seq_length` tokens in a memory-mapped file, built once."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "packed-2"
 PIECE_CHARS = 1 << 17
-"""Text is tokenised about so many characters at a time: a token costs some hundred bytes while it is made."""
+"""Approximate number of characters to tokenize at a time: this needs some hundred bytes per token."""
 
 
 class PackedDataset(torch.utils.data.Dataset[torch.Tensor | dict[str, torch.Tensor]]):
     """Rows of tokens in a memory map: `ds[i]` is a LongTensor [seq_length]. Cheap to pickle.
 
     Args:
-        path: a directory that `pack` made.
-        separator: the token that ends documents, where they are kept apart: `ds[i]` is then {"input_ids", "labels",
-            "position_ids"}. Positions start anew with each document, and no loss is computed on its first token.
+        path: a directory that `pack` created.
+        separator: the token that ends documents, if they are masked from each other: `ds[i]` is then
+            {"input_ids", "labels", "position_ids"}. Positions restart at each document, and no loss is
+            computed on its first token.
     """
 
     def __init__(self, path: str | Path, separator: int | None = None) -> None:
@@ -42,11 +43,11 @@ class PackedDataset(torch.utils.data.Dataset[torch.Tensor | dict[str, torch.Tens
         meta = json.loads((self.path / "meta.json").read_text())
         self.seq_length: int = meta["seq_length"]
         self.n_tokens: int = meta["tokens"]
-        """Tokens of the whole text, the dropped remainder included."""
+        """Number of tokens in the whole text, including the dropped remainder."""
         self.largest_id: int = meta["largest_id"]
         self.origin = str(self.path / "tokens.bin")
         self.digest = checksums(self.path)["tokens.bin"]
-        """Checksum of the tokens of the whole text, whatever the length of a row."""
+        """Checksum of the tokens of the whole text, independent of the length of a row."""
         self._dtype = np.dtype(meta["dtype"])
         self._length = self.n_tokens // self.seq_length
         self._rows = self._open()
@@ -86,14 +87,14 @@ def pack(
     *,
     document_mask: bool = False,
 ) -> PackedDataset:
-    """Tokenise column `text`, end every document with <eos>, and cut the stream in rows of `seq_length`.
+    """Tokenize column `text`, end every document with <eos>, and cut the stream into rows of `seq_length`.
 
-    The remainder that fills no row is dropped. The result lies in `cache_dir` (default `$LAUNCHER_CACHE` or
-    `~/.cache/launcher`), named for the text, the tokenizer and the length; where its files are not what they were, it
-    is made again. All ranks may call at once.
+    An incomplete last row is dropped. The result is stored in `cache_dir` (default `$LAUNCHER_CACHE` or
+    `~/.cache/launcher`) under a key of the text, the tokenizer and the length; it is rebuilt if its files are
+    damaged. All ranks may call at once.
 
     Args:
-        document_mask: documents of a row are kept apart: see `PackedDataset`.
+        document_mask: mask the documents in a row from each other: see `PackedDataset`.
 
     Raises:
         ConfigError: the text is shorter than one row, or the tokenizer has no end-of-sequence token.
@@ -146,7 +147,7 @@ def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
 
 
 def _token_chunks(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the ids of the whole stream, some PIECE_CHARS characters of text at a time."""
+    """Yield the ids of the whole stream, for about PIECE_CHARS characters of text at a time."""
     pieces: list[str] = []
     ends: list[bool] = []
     waiting = 0
@@ -180,7 +181,7 @@ def _texts(dataset: Dataset) -> Iterator[str]:
 
 
 def _cut(text: str) -> list[str]:
-    """Return a long document in pieces of at most PIECE_CHARS characters, cut after a newline where there is one."""
+    """Split a document into pieces of at most PIECE_CHARS characters, after a newline if possible."""
     pieces = []
     start = 0
     while len(text) - start > PIECE_CHARS:

@@ -1,9 +1,9 @@
-"""Rows of instruction data -> token rows whose labels are -100 wherever the model is not to learn.
+"""Converts rows of instruction data to token rows, with label -100 for tokens that are not learned.
 
 Accepted rows:
-    {"messages": [{"role": ..., "content": ...}, ...]}  learns what the assistant says
-    {"prompt": ..., "completion": ...}                  learns the completion
-    {"text": ...}                                       learns everything
+    {"messages": [{"role": ..., "content": ...}, ...]}  loss on the assistant's messages
+    {"prompt": ..., "completion": ...}                  loss on the completion
+    {"text": ...}                                       loss on all tokens
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ROW_KINDS = '{"messages": [{"role", "content"}, ...]}, {"prompt", "completion"} 
 
 
 class Segment(NamedTuple):
-    """A stretch of a row's text, and whether the model learns to write it."""
+    """A part of a row's text, and whether the loss is computed on it."""
 
     text: str
     learned: bool
 
 
 class Row(NamedTuple):
-    """Tokens [n] of one conversation and their labels [n]; of a packed row also the place of each in its own one."""
+    """Token ids [n] and labels [n] of one row; in a packed row, also positions [n] in each conversation."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -49,14 +49,14 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     Args:
         rows: tokens and labels, at most `seq_length` each.
         seq_length: length of the items.
-        pad_id: fills up rows that are not packed.
-        n_truncated: conversations that were cut because they were too long.
-        n_dropped: conversations that were left out because nothing in them is learned.
-        origin: where the rows come from, for people.
-        digest: of the tokens and labels of all conversations, before any was cut.
+        pad_id: token that fills up rows that are not packed.
+        n_truncated: number of conversations that were truncated because they were too long.
+        n_dropped: number of conversations that were dropped because they have no tokens to learn.
+        origin: source of the rows, for messages.
+        digest: checksum of the tokens and labels of all conversations, before truncation.
 
     Attributes:
-        largest_id: of all tokens, `pad_id` included.
+        largest_id: the largest token id, including `pad_id`.
     """
 
     def __init__(
@@ -109,22 +109,22 @@ def load_sft(
 ) -> SftDataset:
     """Load instruction data for `finetune`.
 
-    Every conversation, completion and text ends with <eos>. Conversations go through the tokenizer's chat
-    template, else the plain one: `role:\\ncontent\\n\\n` for each message, with <eos> after the content
-    of the assistant's. Longer rows than `seq_length` are cut; rows without anything to learn are left out;
-    both are counted and logged.
+    Every conversation, completion and text ends with <eos>. Conversations are formatted with the tokenizer's
+    chat template, or else with a plain one: `role:\\ncontent\\n\\n` for each message, with <eos> after the
+    content of the assistant's. Rows longer than `seq_length` are truncated, and rows without anything to
+    learn are dropped; both are counted and logged.
 
     Args:
         dataset: a .jsonl, .json or .parquet file, a directory of them, or a Hugging Face dataset id.
-        tokenizer: a fast one (it tells which characters each token stands for).
-        seq_length: tokens of an item.
+        tokenizer: a fast tokenizer (it maps each token to characters).
+        seq_length: tokens per item.
         split: `train`, `eval` or `all`; the eval split is the last 1 % of the rows, at least one.
-        packed: False pads each conversation to `seq_length` and gives an `attention_mask`; True lays them end
-            to end in full rows (the remainder is dropped) and gives `position_ids`, which start anew with each
-            conversation: none sees those before it in its row.
+        packed: False pads each conversation to `seq_length` and adds an `attention_mask`; True packs them end
+            to end into full rows (the remainder is dropped) and adds `position_ids`, which restart at each
+            conversation, so that none attends to those before it in its row.
 
     Raises:
-        ConfigError: rows of another kind, or nothing to learn.
+        ConfigError: unsupported rows, or nothing to learn.
     """
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -141,9 +141,7 @@ def load_sft(
     kept = (
         encoded if packed else [Row(row.input_ids[:seq_length], row.labels[:seq_length]) for row in encoded]
     )
-    kept = [
-        row for row in kept if (row.labels[1:] != IGNORED).any()
-    ]  # the first label is nobody's to predict
+    kept = [row for row in kept if (row.labels[1:] != IGNORED).any()]  # no position predicts the first label
     n_dropped = len(encoded) - len(kept)
     if n_truncated or n_dropped:
         logger.warning(
@@ -165,10 +163,10 @@ def load_sft(
 
 
 def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Segment]:
-    """Return the text of a row in order, marked as learned or not.
+    """Return the parts of a row's text in order, marked as learned or not.
 
     Raises:
-        ConfigError: the row is of no accepted kind.
+        ConfigError: the row's format is not supported.
     """
     eos = str(tokenizer.eos_token)
     if row.get("messages"):
@@ -187,7 +185,7 @@ def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: 
 
 
 def prompt_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what a model reads before it answers: `text`, as the user's message where there is a chat template."""
+    """Return the prompt tokens for `text`, as the user's message if there is a chat template."""
     if tokenizer.chat_template:
         text = _render([{"role": "user", "content": text}], tokenizer, for_answer=True)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -195,9 +193,9 @@ def prompt_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode(parts: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> Row:
-    """Tokenise the whole text at once, as the model will read it, and label the tokens of learned parts.
+    """Tokenize the whole text at once, as the model will read it, and label the tokens of learned parts.
 
-    A token that reaches over the border of a prompt and an answer belongs to the prompt.
+    A token that spans the boundary between a prompt and an answer belongs to the prompt.
     """
     text = "".join(part.text for part in parts)
     learned = np.zeros(len(text) + 1, dtype=bool)
@@ -233,7 +231,7 @@ def _plain(messages: Sequence[Mapping[str, str]], eos: str) -> list[Segment]:
 def _templated(
     messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[Segment]:
-    """Encode with the chat template: what it adds for each of the assistant's messages is learned, the rest is not."""
+    """Split a templated conversation into parts; what is added for an assistant message is learned."""
     whole = _render(messages, tokenizer)
     parts: list[Segment] = []
     position = 0
@@ -265,7 +263,7 @@ def _render(
 
 
 def _packed(rows: Sequence[Row], seq_length: int) -> list[Row]:
-    """Pack rows one after the other into items of `seq_length`; no loss is computed on the first token of a row."""
+    """Pack rows end to end into items of `seq_length`; no loss is computed on the first token of a row."""
     if not rows:
         return []
     ids = np.concatenate([row.input_ids for row in rows])

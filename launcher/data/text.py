@@ -1,4 +1,4 @@
-"""A name on the command line -> documents: a `datasets.Dataset` with one column, `text`."""
+"""Loads data named on the command line as documents: a `datasets.Dataset` with one column, `text`."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 
 def load_text(dataset: str, *, split: str = "train") -> Dataset:
-    """Load the documents of `dataset`, one row each, in the column `text`.
+    """Load the documents of `dataset`, one per row, in the column `text`.
 
     Args:
         dataset: `stdlib` (Python's documentation topics and the sources of its standard library), a Hugging
-            Face dataset id, a local .txt (one document a file), .jsonl, .json or .parquet file, or a
+            Face dataset id, a local .txt (one document per file), .jsonl, .json or .parquet file, or a
             directory of them.
-        split: `train`, `eval` or `all`. The eval split is the end of the data: its last 1 % (by length),
-            the same on every machine and in every run.
+        split: `train`, `eval` or `all`. The eval split is the end of the data: its last 1 % (by length), the
+            same on every machine and in every run.
 
     Raises:
-        ConfigError: there is no such data, or it has no column of text.
+        ConfigError: there is no such data, or it has no text column.
     """
     rows = text_column(load_rows(dataset), dataset)
     if split == "all":
@@ -53,7 +53,7 @@ def load_text(dataset: str, *, split: str = "train") -> Dataset:
 
 
 def load_rows(dataset: str) -> Dataset:
-    """Return the rows as they are in `dataset`, with all their columns (see `load_text` for the names)."""
+    """Return the rows of `dataset` unchanged, with all their columns; see `load_text` for accepted names."""
     if dataset == "stdlib":
         return _documents(_stdlib_documents())
     path = Path(dataset).expanduser()
@@ -65,7 +65,7 @@ def load_rows(dataset: str) -> Dataset:
 
 
 def text_column(rows: Dataset, dataset: str) -> Dataset:
-    """Keep the column with the text, under the name `text`.
+    """Keep only the text column, renamed to `text`.
 
     It is `text`, else `content`, else the only column of strings.
     """
@@ -83,14 +83,14 @@ def text_column(rows: Dataset, dataset: str) -> Dataset:
 
 
 def hold_out(rows: Dataset, split: str, *, where: str, min_eval_chars: int = 8192) -> Dataset:
-    """Return the `train` or the `eval` part of the documents, cut at the same place by every process.
+    """Return the `train` or the `eval` part of the documents, cut at the same position in every process.
 
-    Whole documents are held out from the end. Where that would take more than twice the share (one huge
+    Whole documents are held out from the end. If that would take more than twice the share (one huge
     document), the document is cut at the end of a line.
 
     Args:
-        min_eval_chars: hold out at least so many characters (though never more than half), so that a small data set
-            still gives one whole sequence.
+        min_eval_chars: minimum number of characters to hold out (but never more than half), so that a small
+            data set still yields one whole sequence.
     """
     if split not in ("train", "eval"):
         raise ConfigError(f"No split {split!r} of {where!r}.", fix="`train`, `eval` or `all`.")
@@ -109,9 +109,9 @@ def hold_out(rows: Dataset, split: str, *, where: str, min_eval_chars: int = 819
 
 
 def _cut_document(rows: Dataset, index: int, held: int, split: str) -> Dataset:
-    """Split document `index` near its last `held` bytes; those before it train, those after it evaluate."""
+    """Split document `index` near its last `held` bytes; `train` gets the part before, `eval` the rest."""
     document = rows[index]["text"]
-    # Bytes and characters differ in other scripts: the share is taken of this document's own characters.
+    # A non-ASCII character is several bytes: apply the share to the document's characters.
     share = held / max(len(document.encode()), 1)
     position = min(max(len(document) - round(len(document) * share), 1), len(document) - 1)
     newline = document.find("\n", position)
@@ -127,7 +127,7 @@ def _cut_document(rows: Dataset, index: int, held: int, split: str) -> Dataset:
 
 
 def _lengths(rows: Dataset) -> np.ndarray:
-    """Return the bytes of each document [n], read from the Arrow offsets and not from the text."""
+    """Return the length in bytes of each document [n], from the Arrow offsets, without reading the text."""
     if rows._indices is not None:
         rows = rows.flatten_indices()
     lengths = pc.fill_null(pc.binary_length(rows.data.column("text")), 0)
@@ -135,13 +135,13 @@ def _lengths(rows: Dataset) -> np.ndarray:
 
 
 def _documents(texts: list[str], kind: pa.DataType | None = None) -> Dataset:
-    """Return texts in memory as rows; the fingerprint is of the contents, so every process has the same."""
+    """Return an in-memory dataset whose fingerprint depends only on the texts, not on the process."""
     table = pa.table({"text": pa.array(texts, type=kind or pa.large_string())})
     return Dataset(table, fingerprint=cache_key(*texts)[:16])
 
 
 def _stdlib_documents() -> list[str]:
-    """Return Python's own documentation topics, then the sources of its library in the order of their paths."""
+    """Return Python's documentation topics, then the sources of its standard library, sorted by path."""
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_path("stdlib"))
@@ -158,8 +158,10 @@ def _stdlib_documents() -> list[str]:
 
 
 def _is_library(path: Path) -> bool:
-    """Return whether a path is not a test, an installed package, or a file that differs by machine or repeats the
-    topics."""
+    """Return whether a path is part of the library proper.
+
+    Tests, installed packages, machine-specific files and the topics are excluded.
+    """
     if _NOT_LIBRARY & set(path.parts) or path.parts[0].startswith("config-"):
         return False
     return not path.name.startswith("_sysconfigdata") and path.parts != ("pydoc_data", "topics.py")
@@ -191,7 +193,7 @@ def _load_files(kind: str, paths: list[Path]) -> Dataset:
 
 
 def _decoded(path: Path) -> str:
-    """Return the text of a file; what is not UTF-8 in it is replaced, and told."""
+    """Return the text of a file; invalid UTF-8 is replaced, and a warning is logged."""
     raw = path.read_bytes()
     text = raw.decode("utf-8", errors="replace")
     places = text.count(REPLACED) - raw.count(REPLACED.encode())
@@ -202,13 +204,13 @@ def _decoded(path: Path) -> str:
 
 @cache
 def _tell(text: str) -> None:
-    """Log once, though the splits are read one after the other."""
+    """Log a warning only once, because each split reads the files again."""
     logger.warning("%s", text)
 
 
 @contextmanager
 def valid_text(rows: Dataset, dataset: str) -> Iterator[None]:
-    """Inside, rows whose text is not UTF-8 are an error that counts them."""
+    """Turn a `UnicodeDecodeError` inside the block into a `ConfigError` that counts the invalid rows."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -243,7 +245,7 @@ def _load_hub(name: str) -> Dataset:
     if not (why_not := unreachable()):
         return _read(failure, identifier, config or None)
     offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = True  # what was loaded before is there
+    datasets.config.HF_HUB_OFFLINE = True  # data sets that were loaded before are in its cache
     try:
         return _read(f"{failure} ({why_not})", identifier, config or None)
     finally:
@@ -251,12 +253,12 @@ def _load_hub(name: str) -> Dataset:
 
 
 def _read(failure: str, *args: Any, **kwargs: Any) -> Dataset:
-    """Call `datasets.load_dataset(..., split="train")`; its many kinds of errors become one naming the data."""
+    """Call `datasets.load_dataset(..., split="train")`; convert all errors to one that names the data."""
     try:
         return load_dataset(*args, split="train", **kwargs)
     except Exception as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # the library wraps what happened in "an error occurred"
+        while cause.__cause__ is not None:  # the library wraps the cause in "an error occurred"
             cause = cause.__cause__
         reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         if isinstance(cause, StopIteration) or "corresponds to no data" in reason:

@@ -34,12 +34,12 @@ def load_tokenizer(name: str | None, model_dir: str | None, vocab_size: int) -> 
 
     Args:
         name: a Hugging Face id or a directory (`--tokenizer`); None: the model's own.
-        model_dir: the model's directory or Hugging Face id; None, a bare `config.json`, or a directory
-            without tokenizer files means the byte-level tokenizer.
+        model_dir: the model's directory or Hugging Face id. None, a bare `config.json` or a directory without
+            tokenizer files selects the byte-level tokenizer.
         vocab_size: rows of the embedding.
 
     Raises:
-        ConfigError: nothing there to load, or more tokens than the embedding has rows.
+        ConfigError: there is nothing to load, or there are more tokens than the embedding has rows.
     """
     source = name or _own_tokenizer(model_dir)
     if source is None:
@@ -67,7 +67,9 @@ def load_tokenizer(name: str | None, model_dir: str | None, vocab_size: int) -> 
 
 
 def byte_tokenizer(vocab_size: int = BYTE_VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Return the ids 0..255 are the bytes of UTF-8; <pad>, <bos>, <eos>, <unk> are 256..259. Decoding is exact.
+    """Return the byte-level tokenizer, whose decoding is exact.
+
+    Ids 0..255 are the bytes of UTF-8; <pad>, <bos>, <eos>, <unk> are 256..259.
 
     Raises:
         ConfigError: `vocab_size` is below 260.
@@ -87,10 +89,10 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE of exactly `n_tokens` tokens, trained on column `text` (`--train-tokenizer N`).
 
-    Ids 0..259 are those of `byte_tokenizer`. Trained once and cached, so every rank has the same.
+    Ids 0..259 are those of `byte_tokenizer`. It is trained once and cached, so that every rank has the same.
 
     Raises:
-        ConfigError: `n_tokens` is below 260, or the text has too few distinct pairs for so many tokens.
+        ConfigError: `n_tokens` is below 260, or the text has too few distinct pairs for that many tokens.
     """
     if n_tokens < BYTE_VOCAB_SIZE:
         raise ConfigError(
@@ -108,7 +110,7 @@ def train_tokenizer(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write a tokenizer beside weights: the very files that it came from, chat template and all, unless it changed."""
+    """Save a tokenizer next to the weights: its original files, chat template included, unless it changed."""
     source = Path(tokenizer.name_or_path).expanduser()
     files = [source / name for name in _SAVED if (source / name).exists()] if tokenizer.name_or_path else []
     if not files or not _alike(tokenizer, AutoTokenizer.from_pretrained(source)):
@@ -122,7 +124,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of what decides the ids: not of padding and truncation, which calls set and leave behind."""
+    """Return a hash of everything that determines the ids.
+
+    Padding and truncation are excluded: they do not, and calls of the tokenizer change them.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         rules: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
@@ -162,7 +167,7 @@ def _train(dataset: Dataset, n_tokens: int) -> PreTrainedTokenizerFast:
 
 
 def _own_tokenizer(model_dir: str | None) -> str | None:
-    """Return where the model's own tokenizer is; None for a bare config or a directory without one."""
+    """Return the location of the model's own tokenizer; None for a bare config or a directory without one."""
     if model_dir is None:
         return None
     path = Path(model_dir).expanduser()
@@ -180,7 +185,7 @@ def _texts(dataset: Dataset) -> Iterator[list[str]]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the character by which byte-level BPE (GPT-2, Radford et al. 2019) writes each byte -> that byte."""
+    """Map the characters of byte-level BPE (GPT-2, Radford et al. 2019) to the bytes they stand for."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {chr(byte): byte for byte in printable}

@@ -1,4 +1,4 @@
-"""The largest token id: of a tokenizer, and of data that a model is to read."""
+"""The largest token id of a tokenizer and of a data set."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from launcher.errors import ConfigError
 
 @runtime_checkable
 class TokenData(Protocol):
-    """Data of which it is known.
+    """Data whose largest token id is known.
 
     Attributes:
-        largest_id: the largest token id in it.
-        origin: a file or a data set, for people.
+        largest_id: the largest token id in the data.
+        origin: a file or a data set, for messages.
     """
 
     largest_id: int
@@ -24,12 +24,15 @@ class TokenData(Protocol):
 
 
 def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the largest id that it may give. Ids may have gaps, so it is no matter of how many tokens there are."""
+    """Return the largest id that a tokenizer can produce.
+
+    Ids may have gaps, so the number of tokens does not determine it.
+    """
     return max([*tokenizer.get_vocab().values(), *tokenizer.all_special_ids])
 
 
 def dtype_of(largest: int) -> np.dtype[np.unsignedinteger]:
-    """Return the smallest dtype in which ids up to `largest` are stored."""
+    """Return the smallest dtype that holds ids up to `largest`."""
     return np.dtype("<u2" if largest <= np.iinfo("<u2").max else "<u4")
 
 
@@ -37,11 +40,11 @@ def check_vocabulary(data: object, vocabulary: int) -> None:
     """Refuse data with ids that the model has no embedding for.
 
     Args:
-        data: looked at where it tells its largest id.
+        data: checked only if it is `TokenData`.
         vocabulary: rows of the embedding.
 
     Raises:
-        ConfigError: there are such ids.
+        ConfigError: the data has such ids.
     """
     if isinstance(data, TokenData) and data.largest_id >= vocabulary:
         raise ConfigError(
