@@ -1,8 +1,8 @@
-"""Expert parallelism: the experts of a mixture-of-experts model spread over ranks, tokens sent to them and back.
+"""Expert parallelism: shards the experts of a mixture-of-experts model, and sends tokens to them and back.
 
-Router, shared experts and everything else stay the model's own. What is taken over is the call of the experts
-(`use_experts_implementation` of transformers): they are given the tokens that all ranks of the axis `ep` have for them,
-and compute those with the model's own code.
+The router, shared experts and all other modules are unchanged. Only the call of the experts is intercepted
+(`use_experts_implementation` of transformers): they receive their tokens from all ranks of the axis `ep`, and
+compute them with the model's own code.
 
-`apply.py` splits the experts and puts the exchange around their call; `dispatch.py` is the exchange.
+`apply.py` shards the experts and wraps their call in the exchange, which `dispatch.py` implements.
 """

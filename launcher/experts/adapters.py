@@ -1,8 +1,8 @@
-"""Adapters of the experts' own parameters: `target_parameters` of PEFT's LoRA, where each rank has some of the experts.
+"""LoRA adapters of sharded experts' parameters (`target_parameters` in PEFT).
 
-PEFT adds to a tensor with a row for each expert the product of two smaller ones, which have rows for all experts. These
-stay whole on every rank, as other small parameters do; a rank takes the rows of its own experts from them. So their
-gradients are those of all tokens once they are summed up over ranks, as everywhere.
+To a tensor with a row for each expert, PEFT adds the product of two smaller tensors, which have rows for all
+experts. These stay unsharded on every rank, like other small parameters, and a rank uses the rows of its own
+experts. The usual reduction over ranks then sums their gradients over all tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KIND, _MADE_BY = "ParamWrapper", ("get_delta_factors", "get_delta_weight")
 
 
 def adapters_in(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
-    """Return, for the modules whose parameters are adapted, the modules around them that adapt one each."""
+    """Map every module with adapted parameters to its wrappers, each of which adapts one parameter."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():
         if type(module).__name__ == _KIND:
@@ -28,7 +28,7 @@ def adapters_in(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
 
 
 def take_rows(adapter: Any, rows: DimSlice) -> None:
-    """Let an adapter apply to some experts of all that it has rows for."""
+    """Restrict an adapter, which has rows for all experts, to those of some experts."""
     for name in _MADE_BY:
         if hasattr(adapter, name):  # versions of PEFT have one or both
             setattr(adapter, name, partial(_taken, getattr(adapter, name), slice(rows.start, rows.stop)))
@@ -36,7 +36,7 @@ def take_rows(adapter: Any, rows: DimSlice) -> None:
 
 def _taken(make: Any, rows: slice, *args: Any, **keywords: Any) -> Any:
     made = make(*args, **keywords)
-    if isinstance(made, tuple):  # two factors, and what they are multiplied with
+    if isinstance(made, tuple):  # two factors and their scaling
         left, right, scaling = made
         return left[rows], right[rows], scaling
     return made[rows]

@@ -1,4 +1,4 @@
-"""`experts.apply`: from a model to one of whose experts each rank of the axis `ep` has some."""
+"""`experts.apply` shards the experts of a model over the ranks of the axis `ep`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ KEY = "expert_parallel.size"
 
 
 def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
-    """Leave of every layer's experts those of this rank, in place. Every rank must call it.
+    """Keep only this rank's experts in every layer, in place. Every rank must call it.
 
-    Parameters on meta stay there, with this rank's shape. Those with values keep this rank's part of rank 0's.
+    Parameters on meta stay on meta, with this rank's shape. Others keep this rank's shard of rank 0's values.
 
     Args:
         axis: ep.
-        mesh: ranks of its axis tp have the same tokens, and each sends its share of them; on those of pp are the other
-            layers of a model that comes in parts.
+        mesh: ranks of its axis tp have the same tokens, and each sends its share of them; ranks of its axis
+            pp may have other layers of the model.
 
     Raises:
-        ConfigError: there are no experts, or fewer than ranks.
+        ConfigError: there are no experts, or fewer experts than ranks.
     """
     found = [
         (name, module) for name, module in experts_in(model) if getattr(module, SPREAD_OVER, axis.degree) > 1
@@ -64,14 +64,14 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
 
 @dataclass
 class _Exchange:
-    """The exchange around the call of one layer's experts: hooks of their module.
+    """The exchange around the call of one layer's experts, as hooks of their module.
 
     Args:
         axis: ep.
-        tp: of the ranks that have the same tokens.
-        experts: how many each rank has.
-        layer: its number among those of this rank's model, and its name.
-        adapters: modules around the experts that adapt their parameters.
+        tp: axis of the ranks that have the same tokens.
+        experts: number of experts on each rank.
+        layer: index among the expert layers of this rank's model, and name.
+        adapters: wrappers of the experts that adapt their parameters.
     """
 
     axis: Axis
@@ -94,7 +94,7 @@ class _Exchange:
         module.register_forward_hook(self.after, always_call=True)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Give the experts the tokens that all ranks have for them, each with one expert of weight 1."""
+        """Call the experts with their tokens from all ranks, each with one expert of weight 1."""
         hidden, index, weights = arguments_of(module, args, keywords)  # [..., H], [..., k], [..., k]
         rows = self._share(hidden.reshape(-1, hidden.shape[-1]))
         weights = self._share(weights.reshape(-1, weights.shape[-1]))
@@ -107,7 +107,7 @@ class _Exchange:
         return (received, routing.local_experts[:, None], weights.new_ones(len(received), 1)), {}
 
     def after(self, module: nn.Module, args: Any, output: Tensor | None) -> Tensor | None:
-        """Bring what the experts made back to the tokens."""
+        """Send the experts' outputs back to the ranks of their tokens."""
         if not self._calls:  # `before` has failed
             return None
         shape, weights, received, routing, trains = self._calls.pop()
@@ -118,7 +118,7 @@ class _Exchange:
         return gather_along(mine, self.tp, 0, "experts", sizes).view(shape)
 
     def _share(self, x: Tensor) -> Tensor:
-        """[T, ...] of all ranks of tp -> this rank's rows, whose gradients come back to all."""
+        """Return this rank's rows of [T, ...], which all tp ranks have; backward gathers their gradients."""
         return slice_along(x, self.tp, 0, "experts")
 
 
@@ -134,7 +134,7 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _dealt(name: str, module: nn.Module, axis: Axis) -> list[int]:
-    """Return how many experts of a layer each rank has."""
+    """Return the number of a layer's experts on each rank."""
     count = number_of(module)
     if count < axis.degree:
         raise ConfigError(
@@ -148,14 +148,14 @@ def _dealt(name: str, module: nn.Module, axis: Axis) -> list[int]:
 def _split(
     name: str, module: nn.Module, exchange: _Exchange, local: dict[nn.Parameter, nn.Parameter]
 ) -> dict[str, Split]:
-    """Put this rank's part in the place of every parameter that has a row for each expert; return their splits. Others
-    (a norm that all experts share) stay whole: their gradient is the sum over ranks, as everywhere.
+    """Replace every parameter that has a row for each expert with this rank's shard, and return the splits.
+    Others (a norm that all experts share) stay unsharded; their gradients are summed over ranks as usual.
 
     Args:
-        local: parameter of the model -> what stands in its place; layers may share one.
+        local: parameter of the model -> its replacement; layers may share a parameter.
     """
     splits, all_experts, mine = {}, sum(exchange.experts), exchange.mine
-    stacked = hasattr(module, SPREAD_OVER)  # all that it has is of one expert each
+    stacked = hasattr(module, SPREAD_OVER)  # all of its tensors have a row for each expert
     if stacked and module._buffers:
         raise ConfigError(
             f"the experts of {name} have buffers ({', '.join(module._buffers)}), which cannot be spread over ranks",
@@ -181,7 +181,7 @@ def _split(
 
 
 def _local(parameter: nn.Parameter, split: Split, axis: Axis) -> nn.Parameter:
-    """Return this rank's part; of one on meta its shape."""
+    """Return this rank's shard of a parameter; on meta if the parameter is."""
     data = torch.empty(split.local_shape, dtype=parameter.dtype, device="meta")
     if not parameter.is_meta:
         data = split.take(_of_first(parameter, axis)).clone()
@@ -191,7 +191,7 @@ def _local(parameter: nn.Parameter, split: Split, axis: Axis) -> nn.Parameter:
 
 
 def _of_first(parameter: nn.Parameter, axis: Axis) -> Tensor:
-    """Return the values of the first rank, for models that each rank built on its own."""
+    """Broadcast the values of the first rank, because each rank may have built its own model."""
     data = parameter.data.contiguous()
     broadcast(data.view(-1), axis, "experts/split").wait()
     return data

@@ -1,14 +1,16 @@
-"""Losses of routers: the balance of experts over the global batch instead of each microbatch by itself (Qiu et al.
-2025, arXiv:2501.11873), and the z-loss (Zoph et al. 2022, arXiv:2202.08906).
+"""Router losses: load balancing over the global batch, and the router z-loss.
 
-Models of transformers call a function of their file, `load_balancing_loss_func`. While the model runs, another one
-stands in its place.
+The experts are balanced over the global batch instead of each microbatch (Qiu et al. 2025, arXiv:2501.11873).
+The z-loss is that of Zoph et al. 2022, arXiv:2202.08906.
+
+Models of transformers call a function of their file, `load_balancing_loss_func`, which is replaced during a
+forward.
 
 [Note: What ranks tell each other]
-The loss is experts x the sum over experts of (their share of all tokens) x (their mean probability). Only probabilities
-have gradients. So ranks sum up the tokens of each expert, and each keeps its own probabilities: the mean over ranks, as
-gradients are taken, is the loss of the global batch. Microbatches of a step come one after the other; each sees the
-tokens of those before it, too.
+The loss is the number of experts x the sum over experts of (share of all tokens) x (mean probability). Only
+the probabilities have gradients. So the token counts of each expert are summed over ranks, but each rank uses
+its own probabilities: averaged over ranks, as gradients are, this is the loss of the global batch.
+Microbatches of a step are computed one after the other; each includes the token counts of the previous ones.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ Loss = Callable[..., Any]
 
 
 class RouterLoss:
-    """Stands for the balance loss of a model while this is trained.
+    """Replaces the load-balancing loss of a model in training.
 
     Args:
-        model: its losses of routers are on.
-        over: ranks with batches of their own, all of which count; None: each microbatch by itself.
-        z_loss: what the mean square of the routers' log-sum-exp is multiplied with.
+        model: a model whose router losses are enabled.
+        over: the ranks with batches of their own, to balance experts over; None: balance each microbatch.
+        z_loss: coefficient of the mean squared log-sum-exp of the router logits.
 
     Raises:
         ConfigError: the model has no such loss, or does not compute it.
@@ -51,14 +53,14 @@ class RouterLoss:
         ]
         key = "global_balance_loss" if over is not None else "router_z_loss_coef"
         weight = _weight(model, bool(self._files), f"expert_parallel.{key}")
-        self._z_loss = z_loss / weight  # the model multiplies what it is given with its weight
+        self._z_loss = z_loss / weight  # the model multiplies the returned loss by its weight
         self._theirs: list[Loss] = []
         self._before: Tensor | None = None  # of the step's microbatches so far, on all ranks: see _seen
         model.register_forward_pre_hook(lambda *_: self._enter())
         model.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
     def next_step(self) -> None:
-        """Forget the tokens of the microbatches of a step."""
+        """Reset the token counts at the end of a step."""
         self._before = None
 
     def _enter(self) -> None:
@@ -82,7 +84,7 @@ class RouterLoss:
         """Return the loss of a microbatch.
 
         Args:
-            gate_logits: of each layer [tokens, experts].
+            gate_logits: for each layer, [tokens, experts].
             attention_mask: [rows, length], 0 for tokens that do not count.
         """
         if not isinstance(gate_logits, tuple):
@@ -104,10 +106,10 @@ class RouterLoss:
         return num_experts * (fraction.float() * shares * scale).sum() + self._z_loss * squares * scale
 
     def _seen(self, told: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the part of tokens that each expert has had in the step, ranks / tokens of all of them now).
+        """Return (each expert's share of the step's tokens so far, ranks / tokens of all ranks now).
 
         Args:
-            told: [experts + 1], the microbatch's tokens of each expert on this rank, and of all.
+            told: [experts + 1], tokens of each expert in this rank's microbatch, followed by all its tokens.
         """
         if self._over is None:
             return told[:-1] / told[-1].clamp(min=1), 1 / told[-1].clamp(min=1)
@@ -122,10 +124,10 @@ def _takes(loss: Loss | None) -> bool:
 
 
 def _weight(model: nn.Module, known: bool, key: str) -> float:
-    """Return what the model multiplies its loss of routers with."""
+    """Return the weight by which the model multiplies its router loss."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    # the model's own number, which it has taken from its config, counts
+    # the attribute of the model, copied from its config, takes precedence
     weight = float(getattr(model, WEIGHT, getattr(text, WEIGHT, 0.0)) or 0.0)
     what = fix = ""
     if not known:

@@ -1,5 +1,7 @@
-"""Balance without a loss: the bias by which routers prefer experts follows their load (Wang et al. 2024,
-arXiv:2408.15664). Models have it (DeepSeek-V3, GLM-4.5, ...), but transformers does not change it in training."""
+"""Auxiliary-loss-free load balancing: the router's correction bias of each expert follows its load.
+
+See Wang et al. 2024, arXiv:2408.15664. Models have this bias (DeepSeek-V3, GLM-4.5, ...), but transformers
+does not update it in training."""
 
 from __future__ import annotations
 
@@ -16,15 +18,15 @@ NAMES = ("e_score_correction_bias", "expert_bias")
 
 
 class BiasUpdate:
-    """Moves the biases of a model, once a step.
+    """Updates the correction biases of a model once per step.
 
     Args:
-        model: with this rank's layers.
-        mesh: of all ranks.
-        rate: by how much a bias changes in a step.
+        model: has this rank's layers.
+        mesh: the mesh of all ranks.
+        rate: the change of a bias per step.
 
     Raises:
-        ConfigError: the model has no such biases that are buffers.
+        ConfigError: the model has no such biases as buffers.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, rate: float) -> None:
@@ -44,12 +46,12 @@ class BiasUpdate:
         self._counts = TokenCounts([module for module, _ in found], mesh.device)
 
     def forget(self) -> None:
-        """Forget the tokens of the step so far."""
+        """Discard the token counts of the step so far."""
         self._counts.take()
 
     def update(self) -> None:
-        """Raise the biases of experts with less than an even share of the step's tokens, and lower the others. Every
-        rank must call it."""
+        """Raise the biases of experts with less than an even share of the step's tokens, and lower those with
+        more. Every rank must call it."""
         if not self._biases:
             return
         counts = self._counts.take()
@@ -59,13 +61,12 @@ class BiasUpdate:
             assert bias is not None
             of_layer = counts[row, : bias.numel()]
             step = self._rate * torch.sign(of_layer.mean() - of_layer)
-            owner._buffers[key] = bias.float().add_(
-                step.view_as(bias)
-            )  # in 16 bits small steps would be lost
+            # in fp32: small steps would be lost in 16 bits
+            owner._buffers[key] = bias.float().add_(step.view_as(bias))
 
 
 def _bias_of(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
-    """Return (module, attribute) of the bias that belongs to the experts of that name."""
+    """Return (module, attribute) of the bias for the experts with this name; None if there is none."""
     count = number_of(model.get_submodule(name))
     for module in model.get_submodule(name.rpartition(".")[0]).modules():
         for key in NAMES:

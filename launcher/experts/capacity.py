@@ -1,4 +1,4 @@
-"""A capacity for experts whose router has none: what is beyond it is dropped, so no rank waits long for another."""
+"""A capacity for experts whose router has none: excess tokens are dropped, to limit waiting."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ KEY = "expert_parallel.capacity_factor"
 
 
 def limit(model: nn.Module, factor: float, *, whole: bool) -> None:
-    """Drop the pairs of token and expert, in training, that are too many for an expert: those with the smallest
-    weights. The other weights stay as they are.
+    """In training, drop the (token, expert) pairs that exceed an expert's capacity: those with the smallest
+    weights. The other weights are not changed.
 
     Args:
-        factor: an expert takes at most this times an even share of the pairs of a call on this rank.
-        whole: the model has all its layers here.
+        factor: the capacity of an expert, as a multiple of an even share of the pairs of a call on this rank.
+        whole: this rank has all layers of the model.
 
     Raises:
-        ConfigError: there are no such experts.
+        ConfigError: the model has no such experts.
     """
     found = [module for _, module in experts_in(model) if not hasattr(module, SPREAD_OVER)]
     if not found and whole:
@@ -42,9 +42,9 @@ def limit(model: nn.Module, factor: float, *, whole: bool) -> None:
         picked, shares = index.reshape(-1, index.shape[-1]), weights.reshape(-1, index.shape[-1])
         kept = keep_heaviest(picked, shares.detach(), count, capacity_of(pairs, count, factor))
         dropped = (kept == DROPPED).view_as(index)
-        if hasattr(module, SPREAD):  # nothing is sent, and nothing computed
+        if hasattr(module, SPREAD):  # dropped pairs are neither sent nor computed
             index = index.masked_fill(dropped, DROPPED)
         return (hidden, index, weights.masked_fill(dropped, 0.0)), {}
 
-    for module in found:  # before they are sent
+    for module in found:  # prepended, to run before tokens are sent
         module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)

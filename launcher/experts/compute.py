@@ -1,4 +1,4 @@
-"""Experts computed on the rows that a rank received: `sorted_experts`, for transformers one more implementation."""
+"""Computes experts on the rows that a rank received: `sorted_experts`, registered with transformers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STANDS_FOR = "grouped_mm"
 
 
 def install(module: nn.Module) -> None:
-    """Let the experts of a layer be computed by `sorted_experts` where they would be by transformers' `grouped_mm`,
-    which weights rows and adds up those of a token: that is done elsewhere here, and its backward of sorting is slow.
+    """Use `sorted_experts` for the experts of a layer, if transformers would use its `grouped_mm`. The latter
+    also weights rows and sums them per token, which `combine` does here, and its backward of sorting is slow.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -25,16 +25,16 @@ def install(module: nn.Module) -> None:
     if getattr(config, "_experts_implementation", None) != STANDS_FOR or not hasattr(F, "grouped_mm"):
         return
     ALL_EXPERTS_FUNCTIONS.register(NAME, sorted_experts)
-    own = copy.copy(config)  # of this layer alone: the model's is saved, and says what the user chose
+    own = copy.copy(config)  # for this layer only: the model's config is saved, and records the user's choice
     own._experts_implementation_internal = NAME
     module.config = own
 
 
 def sorted_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Return what its expert makes of each row, [pairs, H] -> [pairs, H].
+    """Apply its expert to each row: [pairs, H] -> [pairs, H].
 
     Args:
-        module: the experts, as `use_experts_implementation` of transformers describes them.
+        module: the experts, with the attributes of transformers' `use_experts_implementation`.
         index: [pairs, 1], the expert of each row.
         weights: [pairs, 1], all 1.
     """
@@ -52,11 +52,11 @@ def sorted_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) 
 
 
 def _linear(module: Any, name: str, rows: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
-    """Return rows [pairs, in] times the weights of their experts, [pairs, out].
+    """Multiply rows [pairs, in] by the weights of their experts: return [pairs, out].
 
     Args:
-        expert: [pairs], in order.
-        ends: [experts], where the rows of each end.
+        expert: [pairs], sorted.
+        ends: [experts], the end of each expert's rows.
     """
     weight = getattr(module, name)
     weight = weight if module.is_transposed else weight.transpose(1, 2)  # [experts, in, out]
@@ -65,7 +65,8 @@ def _linear(module: Any, name: str, rows: Tensor, expert: Tensor, ends: Tensor) 
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order: [n, H] -> [n, H]. Backward takes them `back`, where that of indexing adds them up."""
+    """Permutes rows: [n, H] -> [n, H]. Backward gathers with `back` instead of the scatter-add of
+    indexing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:

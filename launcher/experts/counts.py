@@ -1,4 +1,4 @@
-"""Counts how often each number occurs: the tokens of each expert."""
+"""Counts how often each number occurs, such as the tokens of each expert."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def counts_of(values: Tensor, size: int) -> Tensor:
-    """Return how often each of 0 .. size - 1 is among `values` [n], whole numbers [size].
+    """Return how often each of 0 .. size - 1 occurs in `values` [n], as integers [size].
 
-    torch.bincount looks for the largest value first, for which the host would wait for a device.
+    torch.bincount computes the largest value first, which would make the host wait for the device.
     """
     if values.device.type == "cpu":
         return torch.bincount(values, minlength=size)

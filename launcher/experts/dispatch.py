@@ -1,13 +1,14 @@
-"""Tokens to the ranks that have their experts, and what the experts make of them back.
+"""Sends tokens to the ranks of their experts, and the experts' outputs back.
 
-Pairs are (token, expert): a token that k experts take is k pairs. A rank sorts its pairs by expert, so that those for
-one rank lie together, and the ranks tell each other how many there are. Then one all-to-all takes the hidden states to
-the experts, and one brings the results back. They are weighted where the tokens are, and added up in the order in which
-the router named the experts: the result does not depend on who computed it.
+A pair is (token, expert): a token with k experts makes k pairs. A rank sorts its pairs by expert, so that the
+pairs for one rank are contiguous, and the ranks exchange their counts. Then one all-to-all sends the hidden
+states to the experts, and another returns the results. The results are weighted on the rank of the token, and
+summed in the order of the router's choices, so the sum does not depend on where the experts are.
 
 [Note: Every rank joins every exchange]
-All-to-alls are collectives in backward, too. A rank whose experts got no token still has to take part, though its
-experts leave nothing in the graph. So `combine` depends on what `dispatch` received, whatever the experts did with it.
+All-to-alls are collectives in backward, too. A rank whose experts got no tokens still has to take part,
+although its experts leave nothing in the graph. So `combine` depends on the output of `dispatch`, whether or
+not the experts used it.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from launcher.errors import LauncherError
 from launcher.experts.counts import counts_of
 from launcher.models.activation import recomputing
 
-MOST = 10_000  # layers
+MOST = 10_000  # upper bound of layer numbers
 COUNTS, DISPATCH, COMBINE = "experts/counts", "experts/dispatch", "experts/combine"
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The way of one call's pairs, as this rank sees it.
+    """Where the pairs of one call go, from the view of this rank.
 
     Args:
         axis: ep.
-        shape: (tokens T, experts of a token k).
-        order: [pairs sent], the place of each in token order (token x k + which), sorted by expert.
-        outgoing, incoming: pairs for each rank, and from each.
-        local_experts: [pairs received], the expert of each, counted from this rank's first.
+        shape: (tokens T, experts per token k).
+        order: [pairs sent], index of each pair in token order (token x k + choice), sorted by expert.
+        outgoing, incoming: number of pairs sent to each rank, and received from each rank.
+        local_experts: [pairs received], the expert of each, relative to this rank's first.
     """
 
     axis: Axis
@@ -53,26 +54,26 @@ class Routing:
 
     @classmethod
     def of(cls, axis: Axis, experts: list[int], index: Tensor, layer: tuple[int, str] = (0, "")) -> Routing:
-        """Find out who gets how many pairs. A collective.
+        """Exchange the numbers of pairs that ranks send each other. A collective.
 
         Args:
-            experts: how many each rank has.
-            index: [T, k], the experts of each token. A number outside of 0 .. all experts - 1 names no expert: nothing
-                is sent, and its result is 0.
-            layer: its number and its name; all ranks must call the same one.
+            experts: number of experts on each rank.
+            index: [T, k], the experts of each token. Numbers outside of 0 .. all experts - 1 denote no
+                expert: nothing is sent, and the result is 0.
+            layer: number and name of the layer; all ranks must call the same one.
         """
         flat, all_experts = index.reshape(-1), sum(experts)
         if axis.group is None and axis.degree > 1:
             flat = _rehearsed(flat, experts, axis.rank)
         named = flat.where((flat >= 0) & (flat < all_experts), all_experts)
         counts = counts_of(named, all_experts + 1)[:all_experts]
-        # which call it is comes first: ranks in different layers have different numbers of counts
+        # the id of the call comes first, because ranks in different layers have different numbers of counts
         call = counts.new_full((1,), layer[0] * len(_KINDS) + _kind_of_call())
         of_ranks = [torch.cat([call, part]) for part in counts.split(experts)]
-        told = of_ranks[axis.rank].repeat(axis.degree, 1)  # [from each rank, own experts and the kind]
+        told = of_ranks[axis.rank].repeat(axis.degree, 1)  # [source rank, call id and local experts]
         all_to_all(of_ranks, list(told), axis, COUNTS).wait()
         kinds, told = told[:, 0], told[:, 1:]
-        # the one time that the host waits for the device
+        # the only point where the host waits for the device
         sums = torch.stack([torch.stack([part[1:].sum() for part in of_ranks]), told.sum(1), kinds])
         outgoing, incoming, ways = sums.tolist()
         if len(set(ways)) > 1:
@@ -83,34 +84,34 @@ class Routing:
         return cls(axis, (index.shape[0], index.shape[1]), order, outgoing, incoming, local)
 
     def send(self, pairs: Tensor, tag: str, *, back: bool = False) -> Tensor:
-        """Exchange rows: [pairs sent, H] -> [pairs received, H], or `back` the other way."""
+        """Exchange rows: [pairs sent, H] -> [pairs received, H]; with `back`, in the reverse direction."""
         outgoing, incoming = (self.incoming, self.outgoing) if back else (self.outgoing, self.incoming)
         received = pairs.new_empty(sum(incoming), *pairs.shape[1:])
         to, come, rank = pairs.split(outgoing), received.split(incoming), self.axis.rank
         sent = all_to_all([part.view(-1) for part in to], [part.view(-1) for part in come], self.axis, tag)
-        come[rank].copy_(to[rank])  # while the others are on their way
+        come[rank].copy_(to[rank])  # overlaps with the exchange
         sent.wait()
         return received
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[pairs sent], the token of each."""
+        """Return [pairs sent]: the token of each pair."""
         return self.order.div(self.shape[1], rounding_mode="floor")
 
     @cached_property
     def places(self) -> Tensor:
-        """[pairs sent], where in `order` each pair is, in token order."""
+        """Return [pairs sent]: the index in `order` of each pair, in token order."""
         return self.order.argsort()
 
     @cached_property
     def starts(self) -> Tensor:
-        """[T], where the pairs of each token begin in `places`."""
+        """Return [T]: where the pairs of each token begin in `places`."""
         pairs = counts_of(self.tokens, self.shape[0])
         return pairs.cumsum(0) - pairs
 
     def sum_of_tokens(self, pairs: Tensor, weights: Tensor | None = None) -> Tensor:
-        """[pairs sent, H] -> the sum [T, H] of each token's pairs, in its order and in fp32 at least; 0 where it has
-        none.
+        """Return the sum [T, H] of each token's pairs [pairs sent, H], in the router's order and accumulated
+        in at least fp32; 0 for a token without pairs.
 
         Args:
             weights: [T, k].
@@ -119,7 +120,7 @@ class Routing:
             return pairs.new_zeros(self.shape[0], pairs.shape[1])
         if weights is not None:
             weights = weights.flatten()[self.order[self.places]]
-        # a lookup of rows that are weighted and added on the way: nothing of [pairs, H] is written
+        # fuses lookup, weighting and sum: no [pairs, H] intermediate is written
         return F.embedding_bag(self.places, pairs, self.starts, mode="sum", per_sample_weights=weights)
 
 
@@ -128,7 +129,7 @@ _load = 1.0
 
 @contextmanager
 def rehearsed_load(load: float) -> Iterator[None]:
-    """Inside, a rank that rehearses gets so many times an even share of the tokens for its experts."""
+    """In this context, the experts of a rehearsed rank get `load` times an even share of the tokens."""
     global _load
     before, _load = _load, load
     try:
@@ -138,8 +139,8 @@ def rehearsed_load(load: float) -> Iterator[None]:
 
 
 def _rehearsed(flat: Tensor, experts: list[int], rank: int) -> Tensor:
-    """Return an expert for each pair: there are no values that a router could have seen. Other ranks send this one as
-    much as it sends itself."""
+    """Return a made-up expert for each pair, as a rehearsal has no values to route by. Other ranks send this
+    rank as many pairs as it sends itself."""
     places, count, first = torch.arange(flat.numel(), device=flat.device), experts[rank], sum(experts[:rank])
     own = min(flat.numel(), round(flat.numel() * _load * count / sum(experts)))
     others = first + count + places % max(1, sum(experts) - count)
@@ -150,12 +151,12 @@ _KINDS = ("without gradients", "with gradients", "recomputed in a backward")
 
 
 def _kind_of_call() -> int:
-    """Return the place in `_KINDS` of a call of the experts now."""
+    """Return the index in `_KINDS` of the current call of the experts."""
     return 2 if recomputing() else int(torch.is_grad_enabled())
 
 
 def _other_calls(axis: Axis, calls: list[int], layer: str) -> LauncherError:
-    """Return the error of ranks that meet in different calls. What one is in the middle of may be no call at all."""
+    """Return the error for ranks that meet in different calls, or in an unrelated collective."""
     mine = calls[axis.rank] // len(_KINDS)
     said = []
     for rank, call in enumerate(calls):
@@ -182,13 +183,13 @@ def dispatch(hidden: Tensor, routing: Routing) -> Tensor:
 
 
 def combine(results: Tensor, weights: Tensor, received: Tensor, routing: Routing, *, trains: bool) -> Tensor:
-    """Return the weighted sum [T, H] of what the experts made of this rank's tokens, wherever they are.
+    """Return the weighted sum [T, H] of the outputs, from all ranks, for this rank's tokens.
 
     Args:
-        results: [pairs received, H] of this rank's experts.
-        weights: [T, k] of the router.
-        received: what `dispatch` gave.
-        trains: some rank asks for gradients of the experts.
+        results: [pairs received, H], outputs of this rank's experts.
+        weights: [T, k], from the router.
+        received: the output of `dispatch`.
+        trains: some rank needs gradients through the experts.
     """
     anchor = received.new_empty(0, requires_grad=True) if trains and torch.is_grad_enabled() else None
     mine: Tensor = _Combine.apply(results, weights, received, anchor, routing)
@@ -209,8 +210,8 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """See [Note: Every rank joins every exchange]: `received` and `anchor` get no gradient, and keep this node in the
-    graph."""
+    """See [Note: Every rank joins every exchange]: `received` and `anchor` get no gradient, but keep this
+    node in the graph."""
 
     @staticmethod
     def forward(
@@ -219,7 +220,7 @@ class _Combine(torch.autograd.Function):
         pairs = routing.send(results.contiguous(), COMBINE, back=True)  # [pairs sent, H]
         ctx.routing = routing
         ctx.save_for_backward(pairs, weights)
-        # in fp32 where router or experts are, as transformers does it
+        # in fp32 if the router or the experts are, as in transformers
         wide = torch.promote_types(pairs.dtype, weights.dtype)
         return routing.sum_of_tokens(pairs.to(wide), weights.to(wide)).to(received.dtype)
 

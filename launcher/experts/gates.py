@@ -1,8 +1,8 @@
-"""Gates with a capacity: which experts take a token, with what weight, and which pairs of them are dropped.
+"""Gates with a capacity: choose and weight the experts of each token, and drop excess pairs.
 
-An expert takes at most so many tokens of a rank's batch as its capacity says, so that no rank waits long for another
-(Lepikhin et al. 2020, arXiv:2006.16668). `top1`, `top2` and `topk` choose, weigh and drop as DeepSpeed's gates of these
-names do, random numbers included.
+An expert's capacity limits the tokens that it takes from a rank's batch, so that no rank waits long for
+another (Lepikhin et al. 2020, arXiv:2006.16668). `top1`, `top2` and `topk` choose, weight and drop exactly as
+DeepSpeed's gates of these names, including their random numbers.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor
 
 from launcher.experts.counts import counts_of
 
-MOST = 1 << 40  # of a capacity
+MOST = 1 << 40  # upper bound of a capacity
 DROPPED = -1
-"""Stands in place of an expert's number: no expert takes this pair."""
+"""Replaces the number of an expert: no expert takes this pair."""
 
 
 @dataclass(frozen=True)
 class Gating:
-    """The decision of a gate about T tokens.
+    """A gate's decision for T tokens.
 
     Args:
-        loss: balance of the experts, a number; 1 where all get as many.
+        loss: load-balancing loss, a scalar; 1 if all experts get the same number of tokens.
         experts: [T, k]; `DROPPED` where an expert was full.
         weights: [T, k], fp32.
-        places: [T, k], the place of a token among those that its expert takes.
-        counts: [experts], the tokens that want each, before any is dropped.
-        capacity: the most that one takes.
+        places: [T, k], the index of a token among the tokens that its expert takes.
+        counts: [experts], tokens routed to each expert before any is dropped.
+        capacity: maximum number of tokens per expert.
     """
 
     loss: Tensor
@@ -43,8 +43,8 @@ class Gating:
 
 
 def capacity_of(tokens: int, experts: int, factor: float, least: int = 0) -> int:
-    """Return how many tokens an expert takes: `factor` times an even share."""
-    share = float(torch.tensor(tokens / experts) * torch.tensor(factor))  # in fp32, for it is rounded up
+    """Return how many tokens an expert takes at most: `factor` times an even share, and at least `least`."""
+    share = float(torch.tensor(tokens / experts) * torch.tensor(factor))  # in fp32, as it is rounded up
     return max(math.ceil(min(share, MOST)), least)
 
 
@@ -58,16 +58,16 @@ def top1(
     drop: bool = True,
     random: bool = True,
 ) -> Gating:
-    """Return the one expert of each token (Fedus et al. 2021, arXiv:2101.03961); its weight is its share of softmax.
+    """Return one expert for each token (Fedus et al. 2021, arXiv:2101.03961), weighted by its probability.
 
     Args:
         logits: [T, experts], fp32.
-        factor: of the capacity.
-        least: of the capacity.
-        used: [T], 0 for tokens that no expert is to take.
-        noise: add Gumbel noise before an expert is chosen.
-        drop: keep to the capacity.
-        random: a full expert takes tokens at random, instead of the first ones.
+        factor: capacity factor.
+        least: minimum capacity.
+        used: [T], 0 for tokens that no expert should take.
+        noise: add Gumbel noise before choosing an expert.
+        drop: enforce the capacity.
+        random: a full expert keeps random tokens instead of the first ones.
     """
     noisy = logits + _gumbel(logits) if noise else None
     shares = logits.softmax(1)
@@ -87,11 +87,11 @@ def top1(
 
 
 def top2(logits: Tensor, factor: float, least: int, *, drop: bool = True, sample: bool = True) -> Gating:
-    """Return two experts of each token, weighted by their shares of softmax. A full expert takes the first tokens, and
-    those whose first choice it is before the others.
+    """Return two experts for each token, weighted by their softmax probabilities. A full expert takes the
+    first tokens: those whose first choice it is, then those whose second choice it is.
 
     Args:
-        sample: choose the second one at random, by its share.
+        sample: choose the second expert at random, according to its probability.
     """
     shares = logits.softmax(1)
     first = shares.argmax(1)
@@ -114,10 +114,10 @@ def top2(logits: Tensor, factor: float, least: int, *, drop: bool = True, sample
 def topk(
     logits: Tensor, k: int, factor: float, least: int, *, drop: bool = True, first_come: bool = False
 ) -> Gating:
-    """Return k experts of each token, weighted by their shares of softmax.
+    """Return k experts for each token, weighted by their softmax probabilities.
 
     Args:
-        first_come: a full expert takes the first tokens, instead of those with the largest shares.
+        first_come: a full expert takes the first tokens instead of those with the largest probabilities.
     """
     shares = logits.softmax(1)
     largest, experts = shares.topk(k, dim=1)
@@ -133,16 +133,16 @@ def topk(
 
 
 def keep_heaviest(experts: Tensor, weights: Tensor, count: int, capacity: int) -> Tensor:
-    """Return what a router has chosen, [T, k], with `DROPPED` where an expert gets more pairs than its capacity: those
-    with the smallest weights.
+    """Return the router's choices [T, k], with `DROPPED` for the pairs that exceed an expert's capacity:
+    those with the smallest weights.
 
     Args:
-        experts: [T, k]; other numbers than 0 .. count - 1 name none.
+        experts: [T, k]; numbers outside of 0 .. count - 1 denote no expert.
         weights: [T, k].
-        count: of all experts.
+        count: number of all experts.
     """
     flat, known = experts.flatten(), ((experts >= 0) & (experts < count)).flatten()
-    # by expert, and in it by weight: the second sort keeps the order of the first among equals
+    # sort by expert, then by weight: the second sort is stable
     by_weight = weights.flatten().argsort(descending=True, stable=True)
     named = flat.where(known, count)[by_weight]
     order = by_weight[named.argsort(stable=True)]
@@ -159,7 +159,7 @@ def keep_heaviest(experts: Tensor, weights: Tensor, count: int, capacity: int) -
 def _weighed(
     loss: Tensor, shares: Tensor, experts: Tensor, places: Tensor, kept: Tensor, counts: Tensor, capacity: int
 ) -> Gating:
-    """Return a gating whose weights of a token's kept experts add up to 1."""
+    """Return a gating in which the weights of a token's kept experts sum to 1."""
     weights = shares.gather(1, experts) * kept
     weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
     return Gating(loss, experts.where(kept, DROPPED), weights, places * kept, counts, capacity)

@@ -1,4 +1,4 @@
-"""The load of each expert: counted in training, written to `metrics.jsonl`, and drawn."""
+"""The load of each expert: counted in training, written to `metrics.jsonl`, and plotted."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from launcher.tensor.parts import even_sizes
 
 
 class TokenCounts:
-    """Counts, on this rank, the tokens that the routers of a model give to each expert in training. What is recomputed
-    in a backward does not count again.
+    """Counts the tokens that the routers of a model assign to each expert in training, on this rank.
+    Recomputations in backward are not counted again.
 
     Args:
         modules: the experts of each layer.
-        factor: of their capacity; 0: they have none.
+        factor: capacity factor of the experts; 0: no capacity.
 
     Attributes:
-        dropped: pairs of token and expert that were too many, of those that were counted; a number.
+        dropped: number of the counted (token, expert) pairs that exceed the capacity; a scalar.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, factor: float = 0.0) -> None:
@@ -38,7 +38,7 @@ class TokenCounts:
         self.dropped = torch.zeros((), dtype=torch.float64, device=device)
         self._factor = factor
         self._row = {module: row for row, module in enumerate(modules)}
-        for module in modules:  # first: it sees what the router says
+        for module in modules:  # prepended, to see the router's choices before other hooks change them
             module.register_forward_pre_hook(self._count, prepend=True, with_kwargs=True)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class TokenCounts:
                 self.dropped += (counts - capacity).clamp(min=0).sum()
 
     def take(self) -> Tensor:
-        """Return the counts, fp64 [layers, experts of the layer that has most], and begin anew."""
+        """Return the counts, fp64 [layers, experts of the layer with the most], and reset them."""
         counts = self._counts.clone()
         self._counts.zero_()
         self.dropped.zero_()
@@ -63,15 +63,15 @@ class ExpertLoad:
     """Counts the tokens of each expert, over the ranks that have batches of their own.
 
     Args:
-        model: with this rank's layers.
-        mesh: every rank of it must make one.
-        factor: of the experts' capacity; 0: they have none.
-        ranks: that share the experts.
+        model: has this rank's layers.
+        mesh: every rank of the mesh must create an instance.
+        factor: capacity factor of the experts; 0: no capacity.
+        ranks: number of ranks over which the experts are sharded.
 
     Attributes:
-        experts: the name of each layer's experts -> how many they are, of all pipeline stages.
-        total: tokens of each since the beginning, fp64 [layers, experts]. A layer with fewer experts than another has
-            zeros at the end.
+        experts: name of each layer's experts -> their number, for all pipeline stages.
+        total: tokens of each expert since the start, fp64 [layers, experts]. Layers with fewer experts than
+            others are padded with zeros.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, factor: float = 0.0, ranks: int = 1) -> None:
@@ -87,18 +87,19 @@ class ExpertLoad:
         self._rows = [list(self.experts).index(name) for name, _ in found]
 
     def forget(self) -> None:
-        """Forget the tokens of the step so far."""
+        """Discard the token counts of the step so far."""
         self._counts.take()
 
     def take(self) -> dict[str, float]:
-        """Return what the counts of a step say, and begin to count the next. Every rank must call it.
+        """Return the metrics of a step, and reset the counts for the next one. Every rank must call it.
 
         Returns:
-            expert_load: tokens of the expert that has most / an even share, in the layer where that is most.
-            expert_entropy: of the experts' shares, the mean of the layers. 1: even; 0: one expert has all tokens.
-            expert_rank_load: tokens of the rank whose experts have most / an even share, the mean of the layers, where
-                ranks share experts: for the busiest rank of each layer all others wait.
-            expert_dropped: the share of pairs of token and expert that were dropped, where there is a capacity.
+            expert_load: tokens of the most loaded expert / an even share, maximum over the layers.
+            expert_entropy: normalized entropy of the experts' shares, mean over the layers. 1: even; 0: one
+                expert has all tokens.
+            expert_rank_load: tokens of the most loaded rank / an even share, mean over the layers; only if
+                experts are sharded. All other ranks wait for the most loaded rank of each layer.
+            expert_dropped: share of (token, expert) pairs that were dropped; only with a capacity.
             Empty without experts.
         """
         if not self.experts:
@@ -126,7 +127,7 @@ class ExpertLoad:
         return told
 
     def _of_ranks(self, shares: Tensor) -> float:
-        """Return the share of the rank whose experts have most, [layers, experts] -> the mean of the layers."""
+        """Return the most loaded rank's share of tokens: [layers, experts] -> mean over the layers."""
         most = [
             max(float(part.sum()) for part in row[:count].split(even_sizes(count, self._ranks)))
             for row, count in zip(shares, self.experts.values(), strict=True)
@@ -134,7 +135,7 @@ class ExpertLoad:
         return sum(most) / len(most)
 
     def plot(self, png: Path, *, title: str) -> Path:
-        """Draw the tokens of each expert since the beginning, compared with an even share, which is white."""
+        """Plot the tokens of each expert since the start, relative to an even share, which is white."""
         numbers = torch.tensor(list(self.experts.values()), dtype=torch.float64)[:, None]
         times_even = (self.total / self.total.sum(1, keepdim=True).clamp(min=1) * numbers).numpy()
         for row, count in enumerate(self.experts.values()):

@@ -1,4 +1,4 @@
-"""The experts of a transformers model, and what they are called with."""
+"""Finds the experts of a transformers model, and the arguments of their calls."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def number_of(module: nn.Module) -> int:
-    """Return how many experts a layer has, on all ranks together; 0 where the module does not say it."""
+    """Return the number of a layer's experts on all ranks together; 0 if the module does not define it."""
     count: Any = getattr(module, SPREAD, getattr(module, "num_experts", 0))
     return int(count)
 
 
 def keep(module: nn.Module, count: int) -> None:
-    """Let a module know that it has so many of its experts here."""
+    """Record that this rank has only `count` of a module's experts."""
     setattr(module, SPREAD, number_of(module))
     module.num_experts = count  # type: ignore[assignment]
 
@@ -31,8 +31,8 @@ def keep(module: nn.Module, count: int) -> None:
 def arguments_of(
     module: nn.Module, args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (hidden states [..., H], the experts of each token [..., k], their weights [..., k]) of a call. Models
-    name them differently, and give them in this order."""
+    """Return (hidden states [..., H], experts of each token [..., k], their weights [..., k]) of a call.
+    Models name these arguments differently, but all use this order."""
     names = list(inspect.signature(type(module).forward).parameters)[1:4]
     given = dict(zip(names, args, strict=False)) | dict(keywords)
     hidden, index, weights = (given[name] for name in names)

@@ -1,4 +1,4 @@
-"""Experts that a script builds itself: copies of any module, whose parameters lie in one tensor for all experts."""
+"""Experts that a script builds itself: copies of any module, with their parameters stacked."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _ALONE = Axis("ep")
 
 
 class StackedExperts(nn.Module):
-    """Experts that are computed one after the other, each on the tokens that want it.
+    """Experts that are computed one after the other, each on the tokens routed to it.
 
-    The parameter `a.b` of the expert is `a__b` here, with one dim more, in front: [experts, ...]. A state dict names
-    each expert by itself (`models/stacked_names.py`), and is read in both forms.
+    The parameter `a.b` of the expert becomes `a__b`, with an additional leading dim: [experts, ...]. A state
+    dict has separate entries for each expert (`models/stacked_names.py`); both forms can be loaded.
 
     Args:
-        expert: what each begins as. It is called with [tokens, hidden size]; of a tuple the first counts.
-        count: how many there are.
-        spread_over: ranks that share them, each with an even part: once an engine has the model. 1: each has all.
+        expert: the module that all experts start as copies of. It is called with [tokens, hidden size]; if it
+            returns a tuple, the first element is used.
+        count: number of experts.
+        spread_over: number of ranks over which an engine shards the experts evenly; 1: no sharding.
 
     Raises:
-        LauncherError: a parameter of the expert has a name that cannot be told apart then.
+        LauncherError: the name of a parameter of the expert contains `__`, and would be ambiguous.
     """
 
     _expert: nn.Module
@@ -44,9 +45,9 @@ class StackedExperts(nn.Module):
         self.num_experts = count
         self.is_transposed = self.has_bias = False  # as the experts of transformers: `holds_experts`
         setattr(self, SPREAD_OVER, spread_over)
-        self._names: dict[str, str] = {}  # of the expert's tensors, tied ones under all their names -> here
+        self._names: dict[str, str] = {}  # name in the expert (all names of a tied tensor) -> here
         self._stack(expert, count)
-        # without values, and not as a submodule: it has no parameters of its own
+        # on meta, and not registered as a submodule: it must not add parameters
         self.__dict__["_expert"] = _without_values(expert)
         self.register_state_dict_post_hook(_name_apart)
         self.register_load_state_dict_pre_hook(_read)
@@ -72,18 +73,17 @@ class StackedExperts(nn.Module):
                 continue
             made = nn.Parameter(stacked, tensor.requires_grad)
             if tensor.dim() < 2:
-                made.use_muon = False  # type: ignore[attr-defined]  # rows of biases are no matrix
+                made.use_muon = False  # type: ignore[attr-defined]  # stacked biases are not a matrix
             self.register_parameter(key, made)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Call a function with each expert and its modules, as if they were modules of the model: it may change their
-        values."""
+        """Call `fn`, which may change values, on each expert's modules as if they belonged to the model."""
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         if not any(tensor.is_meta for tensor in tensors.values()):
             with (
                 torch.no_grad(),
                 suppress(ShardedParameterError),
-            ):  # without values there is nothing to change
+            ):  # sharded parameters have no values to change
                 for number in range(self.num_experts):
                     self._apply_to(number, tensors, fn)
         return super().apply(fn)
@@ -94,7 +94,7 @@ class StackedExperts(nn.Module):
             _put(one, name, tensors[key][number])
         one.apply(fn)
         values = dict(one.named_parameters(remove_duplicate=False)) | dict(one.named_buffers())
-        for name, key in self._names.items():  # it may have put another tensor in the place
+        for name, key in self._names.items():  # `fn` may have replaced the tensor
             tensors[key][number].copy_(values[name])
 
     def train(self, mode: bool = True) -> StackedExperts:
@@ -102,10 +102,10 @@ class StackedExperts(nn.Module):
         return super().train(mode)
 
     def reset_parameters(self) -> None:
-        """Give all experts the first values of one, where the model was built without values.
+        """Initialise all experts with the values of one, for a model that was built without values.
 
         Raises:
-            LauncherError: a module of the expert does not say how it begins.
+            LauncherError: a module of the expert has no reset_parameters().
         """
         with torch.no_grad():
             expert = copy.deepcopy(self._expert).to_empty(device=next(self.parameters()).device)
@@ -124,11 +124,11 @@ class StackedExperts(nn.Module):
                 getattr(self, key).copy_(values[name].expand_as(getattr(self, key)))
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum [T, H] of what its experts make of each token.
+        """Return the weighted sum [T, H] of the outputs of each token's experts.
 
         Args:
             hidden: [T, H].
-            index: [T, k], the experts of each. An invalid number adds nothing.
+            index: [T, k], the experts of each token. Invalid numbers contribute nothing.
             weights: [T, k].
         """
         routing = Routing.of(_ALONE, [self.num_experts], index)
@@ -137,7 +137,7 @@ class StackedExperts(nn.Module):
         return combine(self._compute(rows, routing.local_experts), weights, rows, routing, trains=trains)
 
     def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """Return what each row's expert makes of it, [pairs, H] -> [pairs, H]; `experts` are in order."""
+        """Apply its expert to each row: [pairs, H] -> [pairs, H]; `experts` are sorted."""
         counts = counts_of(experts, self.num_experts).tolist()
         values = {name: getattr(self, key).unbind(0) for name, key in self._names.items()}
         made = [
@@ -181,7 +181,7 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
 def _name_apart(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
     assert isinstance(module, StackedExperts)
     for whole in {f"{prefix}{key}" for key in module._names.values()} & state.keys():
-        with suppress(ShardedParameterError):  # at ZeRO 3 it has no values, as others have none
+        with suppress(ShardedParameterError):  # with ZeRO 3, it has no values, like other parameters
             parts = apart(whole, state[whole])
             del state[whole]
             state |= parts

@@ -1,1 +1,1 @@
-"""Hugging Face models: from a config on meta, their first values, their weights, their blocks."""
+"""Hugging Face models: construction on the meta device, initialisation, weights, transformer blocks."""

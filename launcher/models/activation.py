@@ -21,20 +21,20 @@ _inside: ContextVar[bool] = ContextVar("inside a checkpoint", default=False)
 
 
 def recomputing() -> bool:
-    """Return whether this is inside of a backward: a forward that runs here computes again what was not kept."""
+    """Return whether a backward is running: a forward that runs now is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Checkpointer:
-    """Runs functions so that only their inputs are kept, and the rest is computed again in backward.
+    """Runs functions so that only their inputs are kept; everything else is recomputed in backward.
 
-    Random states are restored for the recomputation, so dropout drops the same elements. Inside a function that runs
-    here, another `run` only calls its function: what is recomputed once need not be recomputed twice.
+    RNG states are restored for the recomputation, so dropout drops the same elements. A `run` nested inside
+    another only calls its function, so that nothing is recomputed twice.
 
     Attributes:
-        saved: the inputs that wait.
+        saved: the saved inputs.
         timers: milliseconds of each name's `forward` and `recompute`.
-        names: of the checkpointed blocks.
+        names: names of the checkpointed blocks.
         steps: optimizer steps since the last report.
     """
 
@@ -50,11 +50,11 @@ class Checkpointer:
 
     @classmethod
     def of(cls, config: ActivationCheckpointingConfig, axis: Axis, places: int) -> Checkpointer:
-        """Build a checkpointer as the JSON's section says.
+        """Build a checkpointer from the config section.
 
         Args:
-            axis: its ranks have the same inputs (tp).
-            places: inputs that the contiguous buffer has room for.
+            axis: the axis whose ranks have the same inputs (tp).
+            places: capacity of the contiguous buffer, in inputs.
         """
         keeping = SavedInputPolicy(
             axis=axis if config.partition_activations else Axis(axis.name),
@@ -64,8 +64,9 @@ class Checkpointer:
         return cls(keeping, synchronize=config.synchronize_checkpoint_boundary, profile=config.profile)
 
     def run(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return function(*args, **kwargs). Tensors among `args` are kept as `keeping` says, and those of `kwargs` that
-        need a gradient; the rest, such as masks and positions that all blocks share, is kept as it is."""
+        """Return function(*args, **kwargs). Tensors in `args`, and those in `kwargs` that require a gradient,
+        are kept according to `keeping`. Others, such as masks and positions shared by all blocks, are kept
+        unchanged."""
         if _inside.get():
             return function(*args, **kwargs)
         count = len(args)
@@ -73,7 +74,7 @@ class Checkpointer:
             key: value for key, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad
         }
         if not any(_on_device(value) for value in (*args, *named.values())):
-            # torch keeps the random state of devices that it sees among the positional arguments
+            # torch saves the RNG state only of devices that occur among the positional arguments
             named |= dict([item for item in kwargs.items() if _on_device(item[1])][:1])
         args, kwargs = (*args, *named.values()), {key: kwargs[key] for key in kwargs if key not in named}
         names = tuple(named)
@@ -84,7 +85,7 @@ class Checkpointer:
 
         if self.saved.keeping.changes_nothing:
             return checkpoint(watched, *args, use_reentrant=False, **kwargs)
-        with self.saved.block():  # outside the checkpoint: what it saves itself are the inputs
+        with self.saved.block():  # outside the checkpoint, so that only its inputs are packed
             return checkpoint(watched, *args, use_reentrant=False, **kwargs)
 
     @contextmanager
@@ -99,17 +100,17 @@ class Checkpointer:
             yield
 
     def print_profile(self) -> None:
-        """Print the milliseconds a step since the last time; nothing when nothing was timed."""
+        """Print the mean milliseconds per step since the last call; print nothing if nothing was timed."""
         steps, self.steps = self.steps, 0
         if line := self.timers.line(steps):
             print(f"activation_checkpointing, mean of {steps} steps: {line}", flush=True)
 
 
 class CheckpointedForward:
-    """Stands in a block as its `forward`.
+    """Replaces the `forward` of a block.
 
     Attributes:
-        forward: what is recomputed; Engine.compile puts the compiled one here.
+        forward: the function that is recomputed; Engine.compile replaces it with the compiled one.
     """
 
     def __init__(self, name: str, block: nn.Module, checkpointer: Checkpointer) -> None:
@@ -130,16 +131,17 @@ def checkpoint_blocks(
     config: ActivationCheckpointingConfig | None,
     axis: Axis,
 ) -> Checkpointer | None:
-    """Let blocks keep only their inputs and recompute the rest in backward.
+    """Make blocks keep only their inputs and recompute the rest in backward.
 
     Args:
-        model: its own gradient checkpointing is switched off, with a warning: once is enough.
+        model: its own gradient checkpointing is switched off with a warning, to recompute blocks only once.
         blocks: (name, module) in the order of the forward.
-        config: None: nothing is checkpointed; at most `number_checkpoints` blocks, spread evenly, else all.
+        config: `number_checkpoints` limits the number of blocks, which are evenly spread; by default all are
+            checkpointed. None: nothing is checkpointed.
         axis: the tensor-parallel axis, over which `partition_activations` splits.
 
     Returns:
-        What runs them; its `names` are the checkpointed blocks.
+        The checkpointer; its `names` are the checkpointed blocks. None without a config.
     """
     if config is None:
         return None
@@ -166,20 +168,20 @@ def _on_device(value: Any) -> bool:
 
 
 def synchronize_device() -> None:
-    """Wait for the work that is queued on this process's accelerator; a CPU queues none."""
+    """Wait for the work queued on this process's accelerator; do nothing without one."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments without transformers' key-value cache: a recomputation would fill it a second time."""
+    """Return the arguments without transformers' key-value cache, which recomputation would fill twice."""
     args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)
     kwargs = {key: None if hasattr(arg, "get_seq_length") else arg for key, arg in kwargs.items()}
     return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
 
 
 def _switch_off(module: nn.Module) -> None:
-    """Switch off the gradient checkpointing of transformers, for all of `module`."""
+    """Switch off transformers' gradient checkpointing in `module` and its submodules, with a warning."""
     warnings.warn(
         "The model's own gradient checkpointing (gradient_checkpointing_enable) is switched off: the JSON's "
         "activation_checkpointing recomputes the blocks already. Remove one of the two.",

@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM from its config, on the meta device: shapes and names, no memory."""
+"""Builds a Hugging Face causal LM from its config on the meta device: shapes and names, no memory."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from launcher.hub import unreachable
 from launcher.models.packaged import unpacked
 
 EMBEDDED = {"default": "default_config.json", "default-moe": "default_moe_config.json"}
-"""Names of models whose configs lie here: a byte-level Llama of 6.6M parameters, and a mixture of experts."""
-_SWITCHED = "_cache_of_source"  # on a model: what its configs said of use_cache
+"""Models with configs in this directory: a byte-level Llama of 6.6M parameters, and a mixture of experts."""
+_SWITCHED = "_cache_of_source"  # attribute of a model: the original use_cache of its configs
 
 
 def load_config(model: str) -> PretrainedConfig:
     """Return the config that `--model` names.
 
     Args:
-        model: `default` (the embedded ~6.6M-parameter byte-level Llama), `default-moe` (a Qwen3-MoE with 16 experts in
-            each layer), the path of a bare HF `config.json`, a local directory with one, a name of `packaged.py`, or a
-            Hugging Face id.
+        model: `default` (the embedded ~6.6M-parameter byte-level Llama), `default-moe` (a Qwen3-MoE with 16
+            experts per layer), the path of a bare HF `config.json`, a local directory with one, a name in
+            `packaged.py`, or a Hugging Face id.
 
     Raises:
-        ConfigError: nothing is there, the file is not a HF config, or transformers does not know its model
+        ConfigError: nothing is found, the file is not a HF config, or transformers does not know its model
             type.
     """
     if model in EMBEDDED:
@@ -50,12 +50,12 @@ def load_config(model: str) -> PretrainedConfig:
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a causal LM of `config` whose parameters and buffers have shape and dtype but no data.
 
-    Tied weights are tied, the model is in training mode and keeps no key/value cache. `config` is left as
-    it was.
+    Tied weights are tied, the model is in training mode and keeps no key/value cache. `config` is not
+    modified.
 
     Raises:
-        ConfigError: transformers has no causal LM of this model type, or the config's numbers do not fit
-            together.
+        ConfigError: transformers has no causal LM of this model type, or the config's values are
+            inconsistent.
     """
     config = copy.deepcopy(config)
     try:
@@ -80,7 +80,7 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) 
 
 
 def switch_off_cache(model: PreTrainedModel) -> None:
-    """Switch the cache off: training keeps no keys and values. `with_cache_of_source` undoes it in what is exported."""
+    """Switch off the key/value cache for training. `with_cache_of_source` undoes this in exported configs."""
     parts = _parts(model.config)
     setattr(model, _SWITCHED, [part.__dict__.get("use_cache") for part in parts])
     for part in parts:
@@ -88,7 +88,7 @@ def switch_off_cache(model: PreTrainedModel) -> None:
 
 
 def with_cache_of_source(model: PreTrainedModel) -> PretrainedConfig:
-    """Return a copy of the model's config that says of the cache what it said before it was switched off."""
+    """Return a copy of the model's config with the original `use_cache`, from before it was switched off."""
     config = copy.deepcopy(model.config)
     for part, value in zip(_parts(config), getattr(model, _SWITCHED, ()), strict=False):
         if value is None:
@@ -99,7 +99,7 @@ def with_cache_of_source(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Return the config, and that of its text model where it is another one."""
+    """Return the config and, if it has a separate one, the config of its text model."""
     text = config.get_text_config()
     return [config] if text is config else [config, text]
 

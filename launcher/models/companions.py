@@ -1,4 +1,4 @@
-"""The files beside a model's weights: config.json and generation_config.json go out as they came in."""
+"""The files next to a model's weights: config.json and generation_config.json are written as read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _OF_THE_FILE = {"dtype", "torch_dtype", "architectures", "transformers_version",
 
 
 def adopt_generation(model: PreTrainedModel) -> None:
-    """Give a model that was built from its config what its source says of generating: where to stop, how to sample."""
+    """Load the source's generation config (stop tokens, sampling) into a model built from its config."""
     path = source_of(model.config)
     if path is not None and (path / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
 
 
 def source_of(config: PretrainedConfig) -> Path | None:
-    """Return the directory on this machine that a config comes from."""
+    """Return the local directory that a config was loaded from."""
     if not config.name_or_path:
         return None
     path = Path(config.name_or_path).expanduser()
@@ -39,10 +39,10 @@ def source_of(config: PretrainedConfig) -> Path | None:
 def write_companions(model: Any, directory: Path, dtype: torch.dtype) -> None:
     """Write config.json and generation_config.json of a Hugging Face model.
 
-    They are the source's own files, but for the dtype of the weights and the class, while the model is as these say.
+    If the model still matches its source's files, they are copied; only dtype and class are updated.
 
     Args:
-        dtype: of the weights that lie beside them.
+        dtype: dtype of the weights next to these files.
     """
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return
@@ -61,8 +61,7 @@ def write_companions(model: Any, directory: Path, dtype: torch.dtype) -> None:
 
 
 def _as_the_source(config: PretrainedConfig, dtype: str, kind: str) -> str | None:
-    """Return the text of the source's config.json with another dtype and class, if need be; None where it has
-    changed."""
+    """Return the source's config.json with dtype and class updated; None if the config has changed."""
     source = source_of(config)
     if source is None or not (source / CONFIG).is_file():
         return None
@@ -89,6 +88,5 @@ def _write_generation(generation: GenerationConfig, source: Path | None, directo
         if said.to_diff_dict() == generation.to_diff_dict():
             (directory / GENERATION).write_bytes(file.read_bytes())
             return
-    generation.to_json_file(
-        directory / GENERATION
-    )  # save_pretrained() refuses settings that do not go together
+    # not save_pretrained(), which rejects inconsistent settings
+    generation.to_json_file(directory / GENERATION)

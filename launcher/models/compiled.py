@@ -1,4 +1,4 @@
-"""torch.compile of the transformer blocks, one by one (the JSON's `compile`, `Engine.compile`)."""
+"""Compiles the transformer blocks one by one with torch.compile (the JSON's `compile`, `Engine.compile`)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from launcher.models.units import unit_modules
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Compile the forward of each block; of the whole model, where it has none.
+    """Compile the forward of each block, or of the whole model if it has no blocks.
 
-    ZeRO's hooks run around a block's forward and stay outside of the graph. A checkpointed block is compiled inside
-    of its checkpoint, so that the recomputation runs what the forward ran.
+    ZeRO's hooks run around a block's forward and stay outside of the graph. A checkpointed block is compiled
+    inside its checkpoint, so that the recomputation runs the same code as the forward.
 
     Args:
-        backend: "inductor", "aot_eager", ..., or a function, as torch.compile takes it.
-        options: more keyword arguments of torch.compile.
+        backend: "inductor", "aot_eager", ..., or a function, as for torch.compile.
+        options: additional keyword arguments of torch.compile.
 
     Raises:
-        ConfigError: there is no such backend, or torch.compile does not take the options.
+        ConfigError: torch.compile rejects the backend or the options.
     """
     for _, block in unit_modules(model) or [("", model)]:
         place: Any = block.forward if isinstance(block.forward, CheckpointedForward) else block

@@ -1,8 +1,8 @@
-"""Experts that a directory stores one by one, seen as the fused tensors that the model has.
+"""Presents experts that are stored one by one as the model's fused tensors.
 
-Files on the Hub have a tensor for each expert and projection; the models of transformers have one for all experts of a
-layer, in which gate and up projection lie one after the other. Here no such tensor is made: a box of it is read from
-the tensors of those experts that it meets.
+Files on the Hub have a tensor for each expert and projection; transformers' models have one for all experts
+of a layer, in which gate and up projection are concatenated. The fused tensor is never materialized: a box of
+it is read from the stored tensors of the experts that it overlaps.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class FusedExperts:
     """A tensor [experts, rows, ...] that is stored as tensors [rows of a part, ...].
 
     Args:
-        parts: for each part the stored names, by expert.
-        rows: of each part.
-        rest: the dims after the rows.
+        parts: for each part, the stored names by expert.
+        rows: number of rows of each part.
+        rest: sizes of the dims after the rows.
     """
 
     parts: tuple[tuple[str, ...], ...]
@@ -38,7 +38,7 @@ class FusedExperts:
         return (len(self.parts[0]), sum(self.rows), *self.rest)
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int], read: ReadBox) -> Tensor:
-        """Return the box of `sizes` at `offsets`, read by boxes of stored tensors."""
+        """Return the box of `sizes` at `offsets`, assembled from boxes of stored tensors."""
         experts = []
         for expert in range(offsets[0], offsets[0] + sizes[0]):
             pieces, start = [], 0
@@ -55,11 +55,11 @@ class FusedExperts:
 def fused_names(
     names: Iterable[tuple[str, str]], converters: Iterable[WeightConverter]
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return the fused tensors that stored ones are parts of: name -> the stored names of each part, by expert.
+    """Return the fused tensors that can be assembled: name -> the stored names of each part, by expert.
 
     Args:
-        names: (as stored, as the converters expect it), of all stored tensors.
-        converters: of the model; those that do anything else than fuse experts are left out.
+        names: (stored name, name that the converters expect) of all stored tensors.
+        converters: converters of the model; those that do anything other than fuse experts are ignored.
     """
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     patterns: dict[str, list[str]] = {}
@@ -80,7 +80,7 @@ def fused_names(
 
 
 def _fuses(converter: WeightConverter) -> bool:
-    """Return whether it stacks the tensors of a list, and then joins these stacks by rows."""
+    """Return whether a converter stacks tensors by expert and may concatenate the stacks by rows."""
     first, *rest = converter.operations
     joins = not rest or (len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1)
     return (
@@ -92,5 +92,5 @@ def _fuses(converter: WeightConverter) -> bool:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort expert 10 behind expert 9."""
+    """Return a sort key that puts expert 10 after expert 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

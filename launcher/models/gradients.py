@@ -1,6 +1,6 @@
-"""`.grad` and `.data` themselves, past what a subclass of nn.Parameter makes of them.
+"""Direct access to `.grad` and `.data`, bypassing the properties of nn.Parameter subclasses.
 
-These are the setters and getters of torch's class, in C: the engine calls them for every parameter in every step.
+These are torch.Tensor's C getters and setters: the engine calls them for every parameter in every step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 
 seen_gradient: Callable[[Any], Tensor | None] = _GRAD.__get__
-"""What autograd has put into `.grad`."""
+"""Get `.grad`."""
 
 put_gradient: Callable[[Any, Tensor | None], None] = _GRAD.__set__
 """Set `.grad`."""

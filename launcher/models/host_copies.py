@@ -1,4 +1,4 @@
-"""Copies between device and host that run beside the computation."""
+"""Copies between device and host that overlap with the computation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 
 class CopyLane(Protocol):
-    """Copies of one direction, one after another. Between `copy` and `wait` both tensors belong to the lane."""
+    """Copies in one direction, in order. Between `copy` and `wait`, both tensors belong to the lane."""
 
     def copy(self, into: Tensor, source: Tensor) -> Any:
-        """Fill `into` [s] from `source` [s] once what is computed so far is done; a ticket for `wait`."""
+        """Copy `source` [s] to `into` [s] after the work queued so far; return a ticket for `wait`."""
 
     def wait(self, ticket: Any) -> None:
-        """Make what is computed from now on find the copy done."""
+        """Order all work that is queued from now on after the copy."""
 
 
 class SynchronousCopies:
-    """Copies at once: where there is no stream beside the one that computes."""
+    """Copies synchronously, on devices without streams."""
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source)
@@ -32,10 +32,10 @@ class SynchronousCopies:
 
 
 class SideStreamCopies:
-    """Copies on a CUDA stream of its own. The host waits for nothing; streams wait for each other.
+    """Copies on a separate CUDA stream. The host never blocks; streams wait for each other.
 
-    Only `wait` makes it safe to free what was copied: the allocator would give its memory to the stream that computes,
-    which then is behind the copy. This bounds memory when a step is queued, not only when it runs.
+    A copied tensor may be freed only after `wait`: the allocator reuses its memory on the compute stream,
+    which must be ordered after the copy. This bounds memory when a step is queued, not only when it runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,13 +49,13 @@ class SideStreamCopies:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Runs what is started inside on this stream, once the work queued so far is done."""
+        """Run the enclosed work on this stream, after the work queued so far on the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
 
     def ticket(self) -> torch.cuda.Event:
-        """Return an event that comes when all that this stream was given is done."""
+        """Return an event that completes with all work queued on this stream so far."""
         return self._stream.record_event()
 
     def wait(self, ticket: torch.cuda.Event) -> None:
@@ -63,11 +63,11 @@ class SideStreamCopies:
 
 
 def send_to_host(into: Tensor, source: Tensor) -> torch.cuda.Event | None:
-    """Copy into host memory beside what is computed, and wait for nothing. Before the event has been waited for, `into`
-    must not be read (`synchronize`), nor `source` written (`wait`).
+    """Copy into host memory, overlapping with the computation and without blocking. Until the event
+    completes, `into` must not be read (`synchronize`) and `source` must not be written (`wait`).
 
     Returns:
-        None where the copy is done.
+        The event of the copy; None if the copy is already done.
     """
     lane = lane_of("to host", source.device)
     if lane is not None:
@@ -78,23 +78,23 @@ def send_to_host(into: Tensor, source: Tensor) -> torch.cuda.Event | None:
 
 @lru_cache
 def lane_of(way: str, device: torch.device) -> SideStreamCopies | None:
-    """Return the stream of a device that copies go by, "to host" or "from host"; None where there are no streams."""
+    """Return a device's stream for copies "to host" or "from host"; None if the device has no streams."""
     return SideStreamCopies(device) if device.type == "cuda" else None
 
 
 def recorded(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event that comes when the device has done all that it was given; None where it does so at once."""
+    """Return an event that completes with the work queued on the current stream; None without streams."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def lanes(device: torch.device) -> tuple[CopyLane, CopyLane]:
-    """Return the lanes to the host, and back from it; a link has both directions at once."""
+    """Return one lane to the host and one from it, as the link is full duplex."""
     if device.type == "cuda":
         return SideStreamCopies(device), SideStreamCopies(device)
     return SynchronousCopies(), SynchronousCopies()
 
 
 def host_memory(numel: int, like: Tensor) -> Tensor:
-    """Return host memory [numel] of the dtype of `like`, page-locked if that is on a CUDA device: else a copy would
-    wait."""
+    """Return host memory [numel] with the dtype of `like`, pinned if `like` is on a CUDA device, because
+    copies to pageable memory would block."""
     return torch.empty(numel, dtype=like.dtype, pin_memory=like.is_cuda)

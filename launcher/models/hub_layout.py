@@ -1,5 +1,6 @@
-"""Tensors of a model with experts as the Hub stores them, one for each expert and projection, under its names: what
-other programs and older versions of transformers read."""
+"""Tensors of a model with experts in the Hub's layout: one per expert and projection, under its names.
+
+Other programs and older versions of transformers read this layout."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from launcher.models.units import holds_experts
 
 
 class HubLayout:
-    """The way from the tensors of a model to those of a directory.
+    """Maps the tensors of a model to the tensors stored in a directory.
 
     Args:
-        model: of any kind; only one whose experts are in one tensor is stored in another way than it is.
+        model: any model; the layouts differ only if its experts are in one tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,10 +28,10 @@ class HubLayout:
     def entries(
         self, name: str, dtype: torch.dtype, shape: torch.Size, fetch: Callable[[], Tensor | None]
     ) -> list[tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor | None]]]:
-        """Return the tensors that stand for one of the model, to be fetched in this order.
+        """Return the stored tensors of one tensor of the model, to be fetched in this order.
 
         Args:
-            fetch: is called once, by the first of them, on every rank.
+            fetch: called once, when the first of them is fetched, on every rank.
         """
         if self._model is None and not names_apart(name, 1):
             return [(name, dtype, tuple(shape), fetch)]
@@ -52,7 +53,7 @@ class HubLayout:
 
 
 class _Parts:
-    """The parts of a tensor, which is fetched once and kept until the last of them is taken."""
+    """The parts of a tensor, which is fetched once and kept until its last part is taken."""
 
     def __init__(
         self, fetch: Callable[[], Tensor | None], split: Callable[[Tensor], dict[str, Tensor]]
@@ -68,7 +69,7 @@ class _Parts:
 
 
 def _is_stored_otherwise(model: nn.Module) -> bool:
-    """Return whether a model of transformers with experts has other names or tensors than the Hub."""
+    """Return whether a transformers model has experts, and names or tensors that differ from the Hub's."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return False

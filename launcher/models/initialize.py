@@ -1,9 +1,9 @@
-"""Values of one module from (seed, name): the same on every topology, in whatever order modules are visited.
+"""Initialises one module from (seed, name): the same values on every topology and in any order of modules.
 
 Hugging Face initialises a model by calling `_init_weights` on every module, children first. A module's own
-call is not the whole story: GPT-2's attention rescales its child `c_proj`, T5's root overwrites `shared`.
-So the calls that write into a module's tensors are found out once, by running all of them on meta stand-ins
-(`initialize_plan.py`), and `initialize_module` repeats exactly those, in their order, with every other
+call is not enough: GPT-2's attention rescales its child `c_proj`, T5's root overwrites `shared`.
+So the calls that write into a module's tensors are determined once, by running all calls on meta stand-ins
+(`initialize_plan.py`), and `initialize_module` repeats exactly those calls, in order, with every other
 tensor replaced by a stand-in.
 """
 
@@ -24,23 +24,23 @@ from launcher.models.initialize_plan import InitializationPlan, plan_of, stand_i
 def initialize_module(
     root: nn.Module, name: str, module: nn.Module, seed: int, plan: InitializationPlan | None = None
 ) -> None:
-    """Give values to the parameters and buffers that `module` owns directly (not its children's).
+    """Initialise the parameters and buffers that `module` owns directly (not its children's).
 
-    They must have been materialised, with any content, on a real device; nothing else of `root` needs data.
-    The values depend on `seed`, `name` and the shapes only (and on the kind of device, whose generator
-    draws them), and the global random state is left as it was. A tied parameter gets its value with the
-    module that owns it (`owner_of_tied` in the plan: HF's source, else the first name); the other modules
-    leave it alone. Tensors that HF marked `_is_hf_initialized` are left alone too.
+    They must have been materialised, with any content, on a real device; nothing else in `root` needs data.
+    The values depend only on `seed`, `name`, the shapes and the device type, whose generator draws them. The
+    global RNG state is preserved. A tied parameter is initialised with the module that owns it
+    (`owner_of_tied` in the plan: HF's source, else the first name); the other modules skip it. Tensors that
+    HF marked `_is_hf_initialized` are skipped, too.
 
-    The first call looks at ties and at the whole of `root`: if parameters are replaced by other objects one
-    by one, call `plan_of(root)` before the first one is.
+    The first call inspects ties and all of `root`. If parameters are to be replaced by other objects one by
+    one, call `plan_of(root)` before the first replacement.
 
     Args:
         root: the whole model, for HF's `_init_weights`, which reads its config.
         name: the name of `module` in `root` ("" for the root itself).
-        module: the module whose own tensors get values.
+        module: the module whose own tensors are initialised.
         seed: the run's seed.
-        plan: of `root`, where it was made before.
+        plan: the plan of `root`, if already made.
 
     Raises:
         LauncherError: no `_init_weights` or `reset_parameters` writes one of the tensors, or one is still
@@ -62,8 +62,8 @@ def initialize_module(
 
 
 def initializer(model: nn.Module, seed: int) -> Callable[[nn.Module, str, nn.Module], None]:
-    """Return (root, name, module) -> None: `initialize_module` for the modules of `model`, or of a copy of it as it is
-    now."""
+    """Return a function (root, name, module) -> None that calls `initialize_module` with the plan of `model`
+    as it is now; `root` may be a copy of it."""
     plan = plan_of(model)
     return lambda root, name, module: initialize_module(root, name, module, seed, plan)
 
@@ -91,12 +91,12 @@ def _check(plan: InitializationPlan, name: str, module: nn.Module, owned: dict[s
 
 @contextmanager
 def _seeded(device: torch.device, seed: int, name: str) -> Iterator[None]:
-    """Draw random numbers of `device` from (seed, name) inside; outside they are as they were."""
+    """Seed `device`'s generator from (seed, name) in this context, and restore the RNG state afterwards."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     value = int.from_bytes(digest[:8], "little") >> 1
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        # Not torch.manual_seed: that would reseed every other device as well.
+        # Not torch.manual_seed, which would reseed every other device as well.
         torch.default_generator.manual_seed(value)
         if devices:
             accelerator = getattr(torch, device.type)

@@ -1,4 +1,4 @@
-"""The plan of initialisation: which initialisers write which tensors, found by running them all on meta stand-ins."""
+"""The plan of initialisation: which initialisers write which tensors, recorded on meta stand-ins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ InitializedTensor = tuple[str, str]
 
 @dataclass(frozen=True)
 class InitializerCall:
-    """One call that gives values: `kind` of the module named `name`."""
+    """One initialiser call: `kind` of the module named `name`."""
 
     name: str
     kind: str
@@ -35,17 +35,17 @@ class InitializationPlan:
     """The writers of each tensor. Holds names, not modules, so it does not keep the model alive."""
 
     owner_of_tied: dict[InitializedTensor, InitializedTensor] = field(default_factory=dict)
-    """Every other place of a tied parameter -> the place whose module gives it its value."""
+    """Every other place of a tied parameter -> the place whose module initialises it."""
     hf_parent: dict[str, str] = field(default_factory=dict)
-    """Module name -> name of the PreTrainedModel whose `_init_weights` is meant for it."""
+    """Module name -> name of the PreTrainedModel whose `_init_weights` is responsible for it."""
     touched: dict[InitializerCall, set[InitializedTensor]] = field(default_factory=dict)
     """Tensors that a call reads or writes."""
     written: dict[InitializedTensor, None] = field(default_factory=dict)
     writers: dict[str, list[InitializerCall]] = field(default_factory=dict)
-    """Module name -> the calls that write into its own tensors, in a whole model's order."""
+    """Module name -> the calls that write into its own tensors, in the order of a full initialisation."""
 
     def owned(self, name: str, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the tensors that get their values with this module, by local name."""
+        """Return the tensors that are initialised with this module, by local name."""
         return {
             key: tensor
             for key, tensor in _tensors(module)
@@ -69,7 +69,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, InitializationPlan] = weakref.WeakK
 
 
 def plan_of(root: nn.Module) -> InitializationPlan:
-    """Return the plan of `root`, made at the first call and remembered as long as `root` lives."""
+    """Return the plan of `root`, made on the first call and cached for the lifetime of `root`."""
     if root not in _plans:
         _plans[root] = _make_plan(root)
     return _plans[root]
@@ -79,7 +79,7 @@ def plan_of(root: nn.Module) -> InitializationPlan:
 def stand_ins(
     root: nn.Module, places: set[InitializedTensor]
 ) -> Iterator[dict[InitializedTensor, torch.Tensor]]:
-    """Put meta tensors of the same shape and dtype in the given places, and the real ones back afterwards."""
+    """Replace the tensors in the given places with like-shaped meta tensors, and restore them afterwards."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
     made: dict[InitializedTensor, torch.Tensor] = {}
     try:
@@ -119,7 +119,7 @@ def _make_plan(root: nn.Module) -> InitializationPlan:
 def _record_own_method(
     plan: InitializationPlan, root: nn.Module, name: str, module: nn.Module, recorder: _Recorder
 ) -> None:
-    """Record torch's own initialiser, for a module that HF's leaves without values."""
+    """Record the module's own initialiser, if HF's left some of its tensors uninitialised."""
     if all((name, key) in plan.written for key, _ in _tensors(module)):
         return
     for kind in ("reset_parameters", "_reset_parameters", "init_weights"):
@@ -164,12 +164,12 @@ def _construct_conv1d(module: nn.Module) -> None:
     nn.init.zeros_(module.get_parameter("bias"))
 
 
-# Modules that fill their parameters in the constructor only (OpenAI GPT counts on it).
+# Modules that initialise their parameters only in the constructor (OpenAI GPT relies on it).
 _CONSTRUCTORS: dict[type[nn.Module], Callable[[nn.Module], None]] = {Conv1D: _construct_conv1d}
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes which stand-ins an operation reads and which it writes, through views too (by storage)."""
+    """Records which stand-ins an operation reads and writes, also through views (by storage)."""
 
     def __init__(self, fakes: dict[InitializedTensor, torch.Tensor]) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class _Recorder(TorchDispatchMode):
         self._writes: set[InitializedTensor] = set()
 
     def take(self) -> tuple[set[InitializedTensor], set[InitializedTensor]]:
-        """Return what was read and written since the last call."""
+        """Return the places read and written since the last call."""
         reads, writes = self._reads, self._writes
         self._reads, self._writes = set(), set()
         return reads, writes
@@ -200,7 +200,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers that a module registers itself."""
+    """Yield the parameters and buffers that a module owns directly."""
     for table in (module._parameters, module._buffers):
         for key, tensor in table.items():
             if tensor is not None:
@@ -210,7 +210,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _post_order(
     module: nn.Module, name: str, hf_parent: str | None, seen: set[int]
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Yield (name, module, name of the HF model responsible for it): children before their parents, each once."""
+    """Yield (name, module, name of the responsible HF model): children before their parents, each once."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -222,7 +222,7 @@ def _post_order(
 
 
 def _tied_places(root: nn.Module) -> dict[InitializedTensor, InitializedTensor]:
-    """Return the places of a parameter other than its owner's -> the owner's place."""
+    """Map every place of a tied parameter except its owner's to the owner's place."""
     places: dict[int, list[InitializedTensor]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         module, _, key = name.rpartition(".")
@@ -230,7 +230,7 @@ def _tied_places(root: nn.Module) -> dict[InitializedTensor, InitializedTensor]:
     hf_targets = {_place(name) for name in getattr(root, "all_tied_weights_keys", None) or {}}
     owners: dict[InitializedTensor, InitializedTensor] = {}
     for group in places.values():
-        # HF calls the copy the target; without its word, the first name owns.
+        # HF lists the copies as targets; without such a list, the first name is the owner.
         owner = next((place for place in group if place not in hf_targets), group[0])
         owners.update({place: owner for place in group if place != owner})
     return owners

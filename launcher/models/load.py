@@ -1,5 +1,4 @@
-"""Weights of a safetensors directory, only the wanted elements: a rank reads what it keeps and nothing
-else."""
+"""Reads weights from a safetensors directory: a rank reads only the elements that it keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from launcher.models.safetensors_format import DTYPE_OF_NAME, INDEX_FILE, SINGLE
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The facts about a stored tensor that are known without reading it."""
+    """Metadata of a stored tensor, known without reading its data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,8 +31,8 @@ class SafetensorsSource:
     """The tensors of a directory that `save_pretrained` wrote: `model.safetensors`, or files with an index.
 
     Raises:
-        CheckpointError: no safetensors file is there, or a file is corrupted, truncated or missing; it is
-            named.
+        CheckpointError: there is no safetensors file, or a file is corrupted, truncated or missing; the error
+            names it.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -58,11 +57,11 @@ class SafetensorsSource:
         return {name: info for name, info in self._infos.items() if name not in inside}
 
     def fuse(self, name: str, parts: Sequence[Sequence[str]]) -> None:
-        """Show the tensors of experts as one [experts, rows of all parts, ...], in the place of themselves; nothing
-        happens where their shapes or dtypes do not allow it.
+        """Present the tensors of experts as one fused tensor [experts, rows of all parts, ...] instead; do
+        nothing if their shapes or dtypes do not allow it.
 
         Args:
-            parts: for each part the stored names, by expert.
+            parts: for each part, the stored names by expert.
         """
         infos = [[self._info(stored) for stored in part] for part in parts]
         kinds = [{(info.shape, info.dtype) for info in part} for part in infos]
@@ -78,10 +77,10 @@ class SafetensorsSource:
     def read_box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return the box of `sizes` at index `offsets` of tensor `name`, in the stored dtype.
 
-        Reads from the file exactly these elements.
+        Only these elements are read from the file.
 
         Raises:
-            CheckpointError: no such tensor, the box leaves it, or the file cannot be read.
+            CheckpointError: there is no such tensor, the box exceeds it, or the file cannot be read.
         """
         info = self._info(name)
         index = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
@@ -104,7 +103,8 @@ class SafetensorsSource:
         return read
 
     def match_names(self, model: PreTrainedModel) -> dict[str, str] | None:
-        """Return model parameter or persistent buffer -> stored name; see `launcher.models.names.match_names`."""
+        """Map the model's parameters and persistent buffers to stored names:
+        `launcher.models.names.match_names`."""
         return match_names(model, self)
 
     def _info(self, name: str) -> TensorInfo:
@@ -114,7 +114,7 @@ class SafetensorsSource:
 
     def _add_file(self, path: Path) -> set[str]:
         try:
-            # safe_open checks that the header is sound and that the file is as long as it says.
+            # safe_open validates the header and checks the file's length against it.
             file = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 stored = file.get_slice(name)

@@ -1,4 +1,4 @@
-"""Names of a model's tensors -> names in its weight files: base-model prefix, ties, renamings."""
+"""Maps names of a model's tensors to names in its weight files: base-model prefix, ties, renamings."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 _COMPARE = 1 << 22
-"""Elements read at a time where two stored copies of a tied weight are compared."""
+"""Elements read at a time when two stored copies of a tied weight are compared."""
 
 
 def match_names(model: PreTrainedModel, source: SafetensorsSource) -> dict[str, str] | None:
-    """Return parameter or persistent buffer of `model` -> the stored tensor that has its value.
+    """Map the parameters and persistent buffers of `model` to the stored tensors that have their values.
 
-    Parameters are named as `model.named_parameters()` does: a tied one once. A stored tensor may lack or
+    Parameters are named as in `model.named_parameters()`: tied ones once. A stored tensor may lack or
     have the base-model prefix (`model.`, `transformer.`), have an older name that transformers renames, or
-    be stored under any of the names of a tied weight. Non-persistent buffers, and tensors that the model's
-    class says may be missing, have no entry.
+    be stored under any of the names of a tied weight. Non-persistent buffers have no entry, nor have missing
+    tensors that the model's class allows to be missing.
 
     Returns:
-        None where transformers computes values on loading (transposes, ...): the tensors are then not slices of stored
-        ones, and the caller has to go through `from_pretrained`. Experts that are stored one by one are read as the
-        fused tensors that they are parts of.
+        Name in the model -> stored name. None if transformers computes values on loading (transposes, ...):
+        the tensors are then not slices of stored ones, and the caller has to use `from_pretrained`. Experts
+        that are stored one by one are read as the fused tensors that they are parts of.
 
     Raises:
-        CheckpointError: tensors are missing, left over or of another shape; they are listed.
+        CheckpointError: tensors are missing, unexpected or of another shape; the error lists them.
     """
     from launcher.models.fused import fused_names
 
@@ -68,13 +68,13 @@ def match_names(model: PreTrainedModel, source: SafetensorsSource) -> dict[str, 
 
 
 def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
-    """Return the canonical name of every parameter and persistent buffer -> all its names."""
+    """Map the canonical name of every parameter and persistent buffer to all its names."""
     canonical: dict[int, str] = {}
     groups: dict[str, set[str]] = {}
     for name, tensor in _persistent(model):
         first = canonical.setdefault(id(tensor), name)
         groups.setdefault(first, set()).add(name)
-    # Ties that are no longer one object, if the caller has replaced parameters one by one.
+    # Tied parameters may no longer be one object, if the caller has replaced parameters one by one.
     for target, origin in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if target in groups and origin in groups and target != origin:
             groups[origin] |= groups.pop(target)
@@ -122,9 +122,9 @@ def _complain(
     missing: list[str],
     unexpected: list[str],
 ) -> None:
-    """Raise one error with everything that does not fit, after the exceptions that the model's class makes."""
+    """Raise one error with all mismatches, except those that the model's class allows."""
     ignored = list(model._keys_to_ignore_on_load_unexpected or ())
-    # Buffers that older versions of transformers stored and that are computed today.
+    # Buffers that older versions of transformers stored, and current ones compute.
     ignored += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"masked_bias$"]
     unexpected = [name for name in unexpected if not any(re.search(p, name) for p in ignored)]
     optional = list(model._keys_to_ignore_on_load_missing or ())

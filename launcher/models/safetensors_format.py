@@ -1,4 +1,4 @@
-"""The format of a directory of safetensors: names of its files and of dtypes."""
+"""The format of a safetensors directory: file names and dtype names."""
 
 from __future__ import annotations
 

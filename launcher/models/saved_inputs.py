@@ -1,7 +1,8 @@
-"""Saved inputs of checkpointed blocks until the backward: split over an axis, in one buffer, on the host.
+"""Stores saved inputs of checkpointed blocks until backward: split over an axis, in one buffer, on the host.
 
-On the host: while a block runs, its inputs are copied out, and when it has run, the device holds them no more. When
-the backward comes to a block, the copies in of the block before it start, and run beside the recomputation.
+On the host: while a block runs, its inputs are copied to the host, and after it has run, they are freed on
+the device. When the backward reaches a block, the inputs of the previous block are prefetched, overlapping
+with the recomputation.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from launcher.models.host_copies import CopyLane, host_memory
 
 @dataclass(frozen=True)
 class SavedInputPolicy:
-    """The treatment of a saved input; the answers of the JSON's `activation_checkpointing`.
+    """How saved inputs are stored, from the JSON's `activation_checkpointing`.
 
     Attributes:
-        axis: its ranks have the same inputs: each keeps 1/N (N: the degree). Degree 1 keeps all.
-        on_host: inputs wait in host memory.
-        places: one buffer has room for so many inputs; 0: each has memory of its own.
+        axis: its ranks have the same inputs, so each keeps 1/N (N: the degree).
+        on_host: keep inputs in host memory.
+        places: capacity of the contiguous buffer, in inputs; 0: every input is allocated separately.
     """
 
     axis: Axis = field(default_factory=lambda: Axis("tp"))
@@ -38,12 +39,12 @@ class SavedInputPolicy:
 
     @property
     def changes_nothing(self) -> bool:
-        """Return whether inputs are kept as they are."""
+        """Return whether inputs are kept unchanged."""
         return self.axis.degree == 1 and not self.on_host and not self.places
 
 
 class SavedInput:
-    """One input while it waits. `piece` [s]: its elements, or this rank's 1/N of them, padded to N * s."""
+    """One saved input. `piece` [s]: its elements, or this rank's 1/N of them, the total padded to N * s."""
 
     def __init__(self, piece: Tensor, like: Tensor, *, split: bool) -> None:
         self.piece, self.split = piece, split
@@ -54,9 +55,9 @@ class BlockInputs:
     """The inputs that one run of a block saved.
 
     Attributes:
-        before: what was saved before this, if it still waits: the next that a backward needs.
-        inputs: what it saved; several blocks may have saved the same, for example a mask.
-        arrived: pieces that are back on the device and were not asked for yet.
+        before: returns the previous run's inputs, if still saved: a backward needs them next.
+        inputs: the saved inputs; several blocks may have saved the same one, for example a mask.
+        arrived: pieces that are back on the device and not yet unpacked.
     """
 
     def __init__(self, before: Callable[[], BlockInputs | None]) -> None:
@@ -69,14 +70,14 @@ Coming = dict[SavedInput, tuple[Tensor, Any]]  # pieces on the device [s], and t
 
 
 class SavedInputs:
-    """Packs what a checkpoint saves of its inputs, and gives it back before the recomputation.
+    """Packs the inputs that a checkpoint saves, and unpacks them before the recomputation.
 
     With tensor parallelism the input of a block is the same on all ranks of the axis, so splitting it loses
     nothing (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
 
     Attributes:
-        kept_bytes: bytes that wait now.
-        host_bytes: bytes that were copied to the host since the start.
+        kept_bytes: bytes of the inputs that are currently saved.
+        host_bytes: bytes copied to the host since the start.
     """
 
     def __init__(self, keeping: SavedInputPolicy) -> None:
@@ -85,16 +86,15 @@ class SavedInputs:
         self._places = _Places(keeping.places)
         self._same: dict[tuple[Any, ...], tuple[weakref.ref[SavedInput], StorageWeakRef]] = {}
         self._lanes: dict[torch.device, tuple[CopyLane, CopyLane]] = {}
-        self._leaving: list[
-            tuple[CopyLane, Any, Tensor]
-        ] = []  # inputs of the block that runs; held until copied
+        # inputs of the running block, held until they are copied
+        self._leaving: list[tuple[CopyLane, Any, Tensor]] = []
         self._newest: Callable[[], BlockInputs | None] = _nothing
-        self._at: Callable[[], BlockInputs | None] = _nothing  # where the backward is
-        self._ahead: tuple[BlockInputs, Coming] | None = None  # one block ahead of it, never more
+        self._at: Callable[[], BlockInputs | None] = _nothing  # the block that the backward has reached
+        self._ahead: tuple[BlockInputs, Coming] | None = None  # the prefetched block, at most one
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Wrap a checkpoint: what it saves inside is kept as `keeping` says."""
+        """Wrap a checkpoint, whose saved inputs are then kept according to `keeping`."""
         block = BlockInputs(self._newest)
         self._newest = weakref.ref(block)
         try:
@@ -106,12 +106,12 @@ class SavedInputs:
             self._let_leave()
 
     def _pack_of_block(self, tensor: Tensor, block: BlockInputs) -> tuple[BlockInputs, SavedInput] | Tensor:
-        if tensor.numel() == 0:  # torch 2.11 saves such a one, too
+        if tensor.numel() == 0:  # torch 2.11 saves an empty tensor, too
             return tensor
         return block, self.pack(tensor, block)
 
     def pack(self, tensor: Tensor, block: BlockInputs) -> SavedInput:
-        """Take the elements that this rank keeps out of `tensor`."""
+        """Save the elements of `tensor` that this rank keeps, once for all blocks that save it."""
         storage = tensor.untyped_storage()
         where = storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
         key = (*where, tensor.dtype, tensor._version)
@@ -147,7 +147,7 @@ class SavedInputs:
         return kept
 
     def _let_leave(self) -> None:
-        """Let what computes next write where the inputs were."""
+        """Release the copied inputs: later work waits for the copies before it reuses their memory."""
         for lane, ticket, _ in self._leaving:
             lane.wait(ticket)
         self._leaving.clear()
@@ -159,11 +159,11 @@ class SavedInputs:
         return self.unpack(kept, block)
 
     def unpack(self, kept: SavedInput, block: BlockInputs) -> Tensor:
-        """Return the whole input again, on its device. Where it was split: a collective of the axis."""
+        """Return the full input on its device. If it was split, this is a collective over the axis."""
         if self.keeping.on_host:
             self._arrive_at(block)
             piece = block.arrived.pop(kept, None)
-            if piece is None:  # asked for a second time
+            if piece is None:  # unpacked a second time
                 piece = self._settle(self._start([kept]))[kept]
         else:
             piece = kept.piece
@@ -173,19 +173,18 @@ class SavedInputs:
             full[axis.span(full.numel())].copy_(piece)
             all_gather(full, axis, "checkpoint/unsplit").wait()
             return full[: kept.numel].view(kept.shape)
-        # a place may be given to the next input while somebody still has this one
+        # the place may be reused for another input while this one is still in use
         return (piece.clone() if piece is kept.piece and self.keeping.places else piece).view(kept.shape)
 
     def _arrive_at(self, block: BlockInputs) -> None:
-        """Have its inputs on the device; those of the block before it set off."""
+        """Wait until the block's inputs are on the device, and prefetch those of the previous block."""
         if self._at() is block:
             return
         self._at = weakref.ref(block)
         foreseen, coming = self._ahead or (None, {})
         self._ahead = None
-        pieces = self._settle(
-            coming
-        )  # also where the backward went elsewhere: their memory is free from here on
+        # even if the backward went to another block: their memory can be freed from here on
+        pieces = self._settle(coming)
         block.arrived = pieces if foreseen is block else self._settle(self._start(block.inputs))
         before = block.before()
         if before is not None:
@@ -209,7 +208,7 @@ class SavedInputs:
         return self._lanes[device]
 
     def reset(self) -> None:
-        """Make a new buffer at the next input, for example when their size has changed."""
+        """Allocate a new buffer at the next input, for example because the size of inputs has changed."""
         self._places = _Places(self.keeping.places)
 
     def _let_go(self, size_in_bytes: int) -> None:
@@ -217,7 +216,7 @@ class SavedInputs:
 
 
 class _Places:
-    """Memory for inputs: one buffer of equal places. The first input decides their size."""
+    """Memory for inputs: one buffer of equally sized places. The first input determines their size."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -225,7 +224,7 @@ class _Places:
         self._like = (0, torch.float32, torch.device("cpu"))
 
     def take(self, kept: SavedInput, *, host: bool) -> Tensor:
-        """Return the memory [s] for the piece: a free place, or memory of its own where none fits."""
+        """Return memory [s] for the piece: a free place, or a separate allocation if none fits."""
         piece = kept.piece
         like = (piece.numel(), piece.dtype, piece.device)
         if self._free is None:
@@ -245,4 +244,4 @@ def _memory(numel: int, like: Tensor, *, host: bool) -> Tensor:
 
 
 def _nothing() -> None:
-    """Stand for a reference to nothing."""
+    """Return None, as a dead weak reference does."""

@@ -1,5 +1,6 @@
-"""Settings of a model's config that change how it computes: two models of the same shapes may compute different
-things."""
+"""Settings of a model's config that affect its computation.
+
+Two models with the same shapes may compute different things."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-# What changes no number of a trained model: names, versions, caches, outputs, first values, what generation reads.
+# Keys that do not affect the computation: names, versions, caches, outputs, initialisation, generation.
 _NO_MATTER = {
     "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
     "gradient_checkpointing", "id2label", "initializer_factor", "initializer_range", "label2id", "name_or_path",
@@ -20,9 +21,10 @@ _ABSENT = object()
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
-    """Return what the config of a Hugging Face model says of its computation, in JSON; None where the model has none.
+    """Return the settings of a Hugging Face model's config that affect its computation, as JSON values; None
+    if the model has no config.
 
-    Dropout is not compared: it is a setting of the training, and may change on the way.
+    Dropout is excluded: it is a training setting, and may change during training.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
@@ -32,7 +34,8 @@ def settings_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return where two settings differ, for people. A key that only one has is of another version of transformers."""
+    """Describe where two settings differ. A key that only one of them has comes from another version of
+    transformers and is ignored at the top level."""
     return [f"{path} was {_said(a)} and is {_said(b)}" for path, a, b in _differing(was, now, "")]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield the name and buffer of what state_dict() has beside the parameters."""
+    """Yield (name, buffer) for the buffers that state_dict() contains."""
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -17,7 +17,7 @@ def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def places_of(model: nn.Module) -> Callable[[str], int]:
-    """Return where a name stands in the order of state_dict(), as the model is now; what it gets later comes last."""
+    """Return a function from a name to its index in the current state_dict(); names added later come last."""
     names = [
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules()

@@ -1,5 +1,6 @@
-"""The transformer blocks of a model, which are the units that are gathered, reduced and checkpointed one by one, and
-its two ends."""
+"""The units of a model: transformer blocks, which are gathered, reduced and checkpointed one by one.
+
+Also finds the two ends of a model: its input embedding and its output head."""
 
 from __future__ import annotations
 
@@ -8,31 +9,31 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 EXPERTS = frozenset({"is_transposed", "has_bias"})
-"""Attributes that `use_experts_implementation` of transformers gives to the experts of every model."""
+"""Attributes that transformers' `use_experts_implementation` sets on the experts module of every model."""
 
 SPREAD = "_launcher_all_experts"
-"""On a module of experts, of which a rank has some: how many all ranks have (`experts/`)."""
+"""Attribute of a sharded experts module: the number of experts on all ranks (`experts/`)."""
 
 SPREAD_OVER = "_launcher_spread_over"
-"""On a module of experts that a script has built: how many ranks are to share them."""
+"""Attribute of an experts module built by a script: the number of ranks to shard the experts over."""
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return whether a module has the experts of a layer, as transformers calls them."""
+    """Return whether a module holds the experts of a layer, with the call interface of transformers."""
     return module.__dict__.keys() >= EXPERTS
 
 
 def unit_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the transformer blocks of `model` as (name, module), in registration order, none inside another.
 
-    Blocks are the modules whose class HF lists in `_no_split_modules`; where there is no such list, or none
-    matches, the elements of the longest `nn.ModuleList` of equal-class modules, together with every other
-    such list of the same length or the same class (encoder and decoder). A model without blocks gives [].
+    Blocks are the modules whose class HF lists in `_no_split_modules`. Without such a list, or if nothing
+    matches, they are the elements of the longest `nn.ModuleList` of equal-class modules, together with every
+    other such list of the same length or the same class (encoder and decoder). Without blocks, return [].
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     inside_lists = {id(block) for m in model.modules() if isinstance(m, nn.ModuleList) for block in m}
     listed = [(name, module) for name, module in model.named_modules() if type(module).__name__ in names]
-    # HF also lists embeddings and heads of some models; the blocks are those that are stacked.
+    # HF also lists embeddings and heads of some models; blocks are the modules in an nn.ModuleList.
     stacked = [(name, module) for name, module in listed if id(module) in inside_lists]
     return _outermost(stacked) or _longest_lists(model) or _outermost(listed)
 
@@ -48,7 +49,7 @@ def _longest_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
-    """Block lists that are not inside the blocks of another one (the experts of a block are no units)."""
+    """Yield the block lists that are not nested in another list's blocks (experts are not units)."""
     seen: list[str] = []
     for name, blocks in _block_lists(model):
         if not any(name.startswith(prefix) for prefix in seen):
@@ -57,8 +58,8 @@ def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn
 
 
 def _block_lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
-    """Yield every nn.ModuleList whose elements are of one class, own parameters and are called (a ModuleDict is
-    not)."""
+    """Yield every nn.ModuleList whose elements are of one class, have parameters, and define a forward
+    (unlike a ModuleDict)."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
@@ -78,7 +79,7 @@ def _outermost(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.M
 
 
 def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the input embedding and the output head, where a model says which they are."""
+    """Return the input embedding and the output head; None for one that the model does not provide."""
     found = []
     for get in ("get_input_embeddings", "get_output_embeddings"):
         try:

@@ -1,4 +1,4 @@
-"""`sequence.apply`: from a model to one whose sequences are shared by the ranks of the cp axis."""
+"""`sequence.apply` turns a model into one whose sequences are sharded over the ranks of the cp axis."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ from launcher.tensor.split_model import wants_no_logits
 logger = logging.getLogger("launcher")
 
 _WHOLE = {"loss", "logits", "hidden_states", "last_hidden_state", "aux_loss"}
-"""Outputs of a model that are the same on all ranks of cp when they leave it."""
+"""Outputs that are unsharded, and equal on all cp ranks, when the model returns them."""
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers in which nothing but attention looks at other tokens."""
+"""Layer types in which only attention mixes tokens."""
 
 
 def causal_lm_in(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model that it is, or that is inside it (PEFT, a value head).
+    """Return the transformers model itself, or the one wrapped by `model` (PEFT, a value head).
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: `model` contains no transformers model.
     """
     found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if found is None:
@@ -64,7 +64,7 @@ def causal_lm_in(model: nn.Module) -> PreTrainedModel:
 
 
 def apply(model: nn.Module, mesh: Mesh, layout: SequenceLayout) -> SharedModel:
-    """Share the sequences of a Hugging Face causal LM, in place. Every rank must call it.
+    """Shard the sequences of a Hugging Face causal LM, in place. Every rank must call it.
 
     Raises:
         ConfigError: the model cannot work on slices of a sequence.
@@ -92,22 +92,22 @@ def apply(model: nn.Module, mesh: Mesh, layout: SequenceLayout) -> SharedModel:
 
 @dataclass
 class SharedModel:
-    """A model whose sequences are shared: the hooks around its forward.
+    """A model with sharded sequences: the hooks around its forward.
 
     Args:
         axis: cp.
-        layout: the way in which sequences are shared.
-        attention: of its layers.
+        layout: how sequences are sharded.
+        attention: the attention of the model's layers.
 
     Attributes:
-        loss_computed: the forward under way has called `loss_function`.
-        active: false: every rank computes whole sequences.
-        slices: batches come in slices.
-        in_eval: sequences are shared in evaluation, too.
-        pads_alone: the model makes other positions for padded batches than 0, 1, 2, ...
-        mixes_documents: the model does not keep packed documents apart where it has whole sequences.
-        gives_cache: the forward under way would return a cache on one rank.
-        warned: of packed documents.
+        loss_computed: the current forward has called `loss_function`.
+        active: if false, every rank computes full sequences.
+        slices: batches arrive already sharded.
+        in_eval: shard sequences in evaluation, too.
+        pads_alone: for padded batches, the model computes positions other than 0, 1, 2, ...
+        mixes_documents: with full sequences, the model lets packed documents attend to each other.
+        gives_cache: without sharding, the current forward would return a cache.
+        warned: the warning about packed documents has been logged.
     """
 
     model: PreTrainedModel
@@ -128,21 +128,21 @@ class SharedModel:
         self.model.loss_function = self.loss
         self.names = list(inspect.signature(type(self.model).forward).parameters)[1:]
         self.handles = [
-            # first: other hooks of the model see the slice, and whether it is asked for a loss
+            # prepended, so that the model's other hooks see the slice and whether a loss is requested
             self.model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
             self.model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
             *follow_length(self.model),
         ]
 
     def remove(self) -> None:
-        """Make the model one that has whole sequences again."""
+        """Restore the model's forward over full sequences."""
         for handle in self.handles:
             handle.remove()
         self.model.loss_function = self.own_loss
         self.attention.remove(self.model.config.get_text_config())
 
     def takes_slices(self, *, in_eval: bool) -> None:
-        """Take batches that come in slices, from the next forward on."""
+        """Expect batches that are already sharded, from the next forward on."""
         self.slices, self.in_eval = True, in_eval
         self.layout = replace(self.layout, kind="contiguous")
 
@@ -156,7 +156,7 @@ class SharedModel:
         generates = batch.get(CACHE) is not None or batch.get("use_cache")
         generates = generates or (batch.get("logits_to_keep") and not torch.is_grad_enabled())
         shares = self.active and (self.in_eval or module.training)
-        if generates or not shares:  # whole, on each rank
+        if generates or not shares:  # every rank computes the full sequence
             return None
         check_arguments(module, batch, pads_alone=self.pads_alone)
         if self.slices:
@@ -167,7 +167,7 @@ class SharedModel:
         if sequence.packed:
             self._tell_of_documents()
         if SHIFTED in batch and not takes(module, SHIFTED):
-            del batch[SHIFTED]  # of slices: `loss` has them
+            del batch[SHIFTED]  # `loss` takes them from `sequence`
         if "use_cache" in self.names:
             config: Any = self.model.config.get_text_config()
             self.gives_cache = getattr(config, "use_cache", False) and batch.get("use_cache") is None
@@ -202,13 +202,13 @@ class SharedModel:
         if output.get("logits") is None:
             return output
         if sequence.shift_labels is not None and wants_no_logits(module):
-            output["logits"] = None  # those of a slice would be taken for all
+            output["logits"] = None  # a slice could be mistaken for the full logits
         else:
             output["logits"] = self.whole(output["logits"], sequence)
         return output
 
     def _tell_of_documents(self) -> None:
-        """Say once where one process would do something else with packed documents."""
+        """Warn once if a single process would treat packed documents differently."""
         if not self.mixes_documents or self.warned:
             return
         self.warned = True
@@ -221,8 +221,7 @@ class SharedModel:
 
     @contextmanager
     def verified(self, *, active: bool) -> Iterator[None]:
-        """Inside, every rank is called with the whole batch, and computes its slice or, where it is not `active`, all
-        of it."""
+        """In this context, every rank gets the full batch, and computes all of it unless `active`."""
         before = self.active, self.slices, self.in_eval
         self.active, self.slices, self.in_eval = active, False, True
         try:
@@ -233,7 +232,7 @@ class SharedModel:
     def loss(
         self, logits: Tensor, labels: Tensor | None, vocab_size: int, *args: Any, **keywords: Any
     ) -> Tensor:
-        """Return the model's `loss_function`: that of one process, over the tokens of all ranks."""
+        """Return the loss of the model's own `loss_function`, over the tokens of all ranks."""
         sequence = current.get()
         if sequence is None:
             loss: Tensor = self.own_loss(logits, labels, vocab_size, *args, **keywords)
@@ -250,19 +249,21 @@ class SharedModel:
         return _of_each_rank(leave(mine, self.axis, "head/loss"), self.axis)
 
     def whole(self, x: Tensor, sequence: SharedSequence) -> Tensor:
-        """[B, S / degree, ...] of all ranks -> [B, S, ...], in the order of the sequence and without padding."""
+        """Gather the ranks' [B, S / degree, ...] into [B, S, ...], in sequence order and without padding."""
         gathered = _of_each_rank(gather_along(x, self.axis, 1, "head/outputs"), self.axis)
         order = self.layout.order(sequence.padded).to(x.device)
         return gathered.index_select(1, order.argsort())[:, : sequence.length]
 
 
 def _of_each_rank(shared: Tensor, axis: Axis) -> Tensor:
-    """Return a result that all ranks of cp have, with the gradient that each of them is to send back.
+    """Return a tensor that is equal on all cp ranks, with its gradient scaled by the cp degree.
 
     [Note: The gradient of a shared loss]
-    All ranks of cp have the same loss, and each runs the backward of it. Its gradient in a parameter is the sum of what
-    goes through the tokens of each rank. ZeRO takes the mean over dp x cp, so what goes through the own tokens counts
-    as often as cp has ranks: that is the gradient of a sum of which every rank asks for the gradient."""
+    All cp ranks have the same loss, and each runs its backward. The gradient of a parameter is the sum of the
+    contributions through the tokens of each rank. ZeRO averages over dp x cp, so each rank multiplies the
+    contribution of its own tokens by the cp degree. This is the gradient of an all-reduced sum on which every
+    rank calls backward.
+    """
     if shared.requires_grad:
         shared.register_hook(lambda gradient: gradient * axis.degree)
     return shared

@@ -1,4 +1,4 @@
-"""Arguments of a forward over shared sequences: what a rank cannot answer for its slice alone is refused."""
+"""Checks the arguments of a forward over sharded sequences: rejects those that a slice alone cannot serve."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from launcher.sequence.inputs import MASK, POSITIONS, refused
 
 CACHE = "past_key_values"
 _OF_LAYERS = ("output_attentions", "output_router_logits")
-"""Arguments that ask for an output of each layer."""
+"""Arguments that request an output of every layer."""
 _MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_values")
 """Prefixes of arguments that do not have one value per token."""
 
 
 def check_arguments(model: nn.Module, batch: Mapping[str, Any], *, pads_alone: bool) -> None:
-    """Raise ConfigError for an argument that a rank cannot answer for its slice alone.
+    """Raise ConfigError for an argument that cannot be served from a rank's slice alone.
 
     Args:
         batch: arguments of the forward by name.
-        pads_alone: the model makes other positions for padded batches than 0, 1, 2, ...
+        pads_alone: for padded batches, the model computes positions other than 0, 1, 2, ...
     """
     if batch.get("logits_to_keep"):
         raise refused(model, "is asked for some of its logits (logits_to_keep)")
@@ -47,7 +47,7 @@ def check_arguments(model: nn.Module, batch: Mapping[str, Any], *, pads_alone: b
 
 
 def check_length(model: nn.Module, length: int) -> None:
-    """Raise ConfigError where a model scales queries by their place among those of a rank (Llama 4, behind 8,191)."""
+    """Raise ConfigError if a model scales queries by their index in the slice (Llama 4, beyond 8,191)."""
     given: Any = model.config
     config = given.get_text_config()
     if getattr(config, "attn_temperature_tuning", False) and length >= config.floor_scale:
@@ -59,7 +59,7 @@ def check_length(model: nn.Module, length: int) -> None:
 
 
 class NoCacheError(ConfigError, AttributeError):
-    """Somebody wants the cache of a forward that has none."""
+    """Raised when the cache of a forward without one is used."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -70,7 +70,8 @@ class NoCacheError(ConfigError, AttributeError):
 
 
 class NoCache:
-    """Stands for the cache that a forward over shared sequences does not have: who generates by hand passes it back."""
+    """Placeholder for the cache that a forward over sharded sequences does not produce; hand-written
+    generation loops pass it back to the model."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -79,12 +80,12 @@ class NoCache:
 
 
 def takes(module: nn.Module, name: str) -> bool:
-    """Return whether the forward of a module takes an argument, by name or among others."""
+    """Return whether a module's forward accepts an argument, by name or through `**kwargs`."""
     parameters = inspect.signature(module.forward).parameters
     return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def names(module: nn.Module, name: str) -> bool:
-    """Return whether the forward of a module has an argument of this name; one that stands in for another (TRL) is
-    looked at itself."""
+    """Return whether a module's forward has a parameter of this name. For a wrapper (TRL), its own signature
+    counts, not that of the wrapped function."""
     return name in inspect.signature(module.forward, follow_wrapped=False).parameters

@@ -1,8 +1,8 @@
-"""The seam of Hugging Face: the attention function and the mask function of a model whose sequences are shared.
+"""Registers context-parallel attention with Hugging Face: the attention function and the mask function.
 
-transformers looks both up by a name that is in the config of each model (`AttentionInterface`). Ours have a name of
-their own, which only the models that are shared have in their config. A forward over whole sequences (generation) goes
-on to what the model had before."""
+transformers looks up both by the name in each model's config (`AttentionInterface`). Ours are registered
+under a name that only the configs of models with sharded sequences contain. A forward over full sequences
+(generation) falls back to the model's original functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SharedAttention:
 
     Args:
         ring, ulysses: axes inside cp.
-        before: the `attn_implementation` that the model had.
+        before: the model's original `attn_implementation`.
     """
 
     ring: Axis
@@ -41,14 +41,14 @@ class SharedAttention:
     before: str
 
     def install(self, config: Any) -> None:
-        """Let every layer with this config use it."""
+        """Make every layer with this config use this attention."""
         AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, mask)
         _shared[id(config)] = self
         config._attn_implementation = NAME
 
     def remove(self, config: Any) -> None:
-        """Give the layers the attention back that they had."""
+        """Restore the original attention of the layers."""
         if _shared.get(id(config)) is self:
             del _shared[id(config)]
             config._attn_implementation = self.before
@@ -59,7 +59,7 @@ _shared: WeakValueDictionary[int, SharedAttention] = WeakValueDictionary()
 
 
 def mask(*args: Any, mask_function: Callable[..., Any], config: Any, **keywords: Any) -> Any:
-    """Return what a layer gets as its mask: rules, in a forward over shared sequences."""
+    """Return the mask of a layer: an `AttentionMask` in a forward over sharded sequences."""
     sequence = current.get()
     if sequence is not None:
         return sequence.mask(mask_function)
@@ -77,7 +77,7 @@ def attention(
     dropout: float = 0.0,
     **keywords: Any,
 ) -> tuple[Tensor, Any]:
-    """Return attention of this rank's tokens to those of all ranks, as transformers wants it.
+    """Return the attention of this rank's tokens to the tokens of all ranks, in transformers' layout.
 
     Args:
         query: [B, H, S / degree, D]; key and value: [B, G, S / degree, D].
@@ -115,7 +115,7 @@ def _over_ranks(
     rules: AttentionMask,
     scores: Scores,
 ) -> Tensor:
-    """[B, heads, S / degree, D] -> [B, S / degree, H, E]."""
+    """Compute attention across the ranks: [B, heads, S / degree, D] -> [B, S / degree, H, E]."""
     query, key, value = tensors
     axis, sequence = shared.ulysses, rules.sequence
     heads, groups = query.shape[1], key.shape[1]
@@ -134,7 +134,7 @@ def _over_ranks(
 
 
 def _before(config: Any) -> str:
-    """Return the attention that a model has by itself; a copy of its config has only the name of ours."""
+    """Return the model's original attention; "sdpa" for a copy of its config, which is not registered."""
     shared = _shared.get(id(config))
     return "sdpa" if shared is None else shared.before
 

@@ -1,5 +1,7 @@
-"""Process groups of ranks that share sequences, for scripts that ask before there is an engine, and as the `mpu` that
-they hand to `initialize()` (DeepSpeed's `runtime/sequence_parallel/parallel_state_sp.py`)."""
+"""Process groups of ranks that share sequences, for use before an engine exists and as its `mpu`.
+
+Scripts pass the groups to `initialize()` as `mpu`, as with DeepSpeed's
+`runtime/sequence_parallel/parallel_state_sp.py`."""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ WHERE = "initialize_sequence_parallel()"
 
 @dataclass(frozen=True)
 class SequenceGroups:
-    """Neighbouring ranks share a sequence.
+    """Process groups in which neighbouring ranks share a sequence.
 
     Args:
-        group: of the ranks that share this rank's sequences.
-        every: of all ranks, over which gradients are averaged.
+        group: the ranks that share this rank's sequences.
+        every: all ranks; gradients are averaged over them.
     """
 
     group: dist.ProcessGroup
@@ -28,13 +30,13 @@ class SequenceGroups:
 
     @classmethod
     def of(cls, degree: int, **more: Any) -> SequenceGroups:
-        """Make the groups. Every rank must call it.
+        """Create the groups. Every rank must call it.
 
         Args:
-            degree: ranks that share a sequence.
+            degree: number of ranks that share a sequence.
 
         Raises:
-            ArgumentsError: it does not divide the number of ranks.
+            ArgumentsError: the degree does not divide the world size.
         """
         world = dist.get_world_size()
         if degree < 1 or world % degree:
@@ -70,10 +72,10 @@ class SequenceGroups:
 
 @dataclass(frozen=True)
 class SlicedSequences(SequenceGroups):
-    """Groups whose ranks give a transformers model their slices, which `initialize(mpu=...)` makes ready for it.
+    """Groups whose ranks call a model with slices of the batch; `initialize(mpu=...)` prepares the model.
 
     Args:
-        shares_in_eval: also in evaluation; else every rank evaluates whole batches of its own.
+        shares_in_eval: also shard sequences in evaluation; else every rank evaluates full batches of its own.
     """
 
     shares_in_eval: bool = True

@@ -1,7 +1,7 @@
-"""One forward over a shared sequence: what a rank sees of the batch, and what its layers are told of the rest.
+"""Inputs of a forward over a sharded sequence: a rank's slice of the batch, and the context its layers need.
 
-All ranks of the cp axis are called with the same whole batch. Labels are moved to the tokens that predict them before
-anything is cut, so that no token of a slice looks for the label of another rank's."""
+All ranks of the cp axis get the same full batch. Labels are shifted to the tokens that predict them before
+the batch is sliced, so that no token needs a label from another rank's slice."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class SharedSequence:
     """The sequences of one forward.
 
     Args:
-        layout: the way in which they are shared.
-        length: before padding.
-        padded: after it.
+        layout: how they are sharded.
+        length: length before padding.
+        padded: length after padding.
         own: int64 [S / degree] positions of this rank.
-        rules: of the batch: documents, padding.
+        rules: mask rules of the batch: documents, padding.
         places: int64 [batch or 1, padded]: position ids of all tokens.
-        shift_labels: of the own positions, moved already: [B, S / degree]; None: no loss is asked for.
-        tokens: how many of the labels on all ranks are learned: int64 [].
-        came_in_slices: and what the model returns stays a slice.
+        shift_labels: shifted labels of this rank's positions: [B, S / degree]; None: no loss is requested.
+        tokens: number of labels on all ranks that are not ignored: int64 [].
+        came_in_slices: the batch arrived already sharded; the model's outputs stay sharded, too.
     """
 
     layout: SequenceLayout
@@ -53,31 +53,31 @@ class SharedSequence:
     came_in_slices: bool = False
 
     def mask(self, function: Callable[..., Any]) -> AttentionMask:
-        """Return the mask of a kind of layer, for its mask function in transformers."""
+        """Return the mask of a layer type, given its mask function in transformers."""
         documents = self.places if self.packed else torch.arange(self.padded, device=self.own.device)[None]
         return AttentionMask((*rules_of(function, documents), *self.rules), self, self.own.device)
 
     @property
     def packed(self) -> bool:
-        """True where several documents lie in a row."""
+        """True if a row contains several documents."""
         return any(isinstance(rule, SameGroup) for rule in self.rules)
 
 
 current: ContextVar[SharedSequence | None] = ContextVar("current", default=None)
-"""The forward under way, where it is over shared sequences."""
+"""The sequence of the current forward; None if its sequences are not sharded."""
 
 
 def cut(
     batch: Mapping[str, Any], layout: SequenceLayout, axis: Axis
 ) -> tuple[dict[str, Any], SharedSequence]:
-    """Return this rank's slice of a batch, and what its layers are told.
+    """Return this rank's slice of a batch, and the sequence it belongs to.
 
     Args:
         batch: arguments of the model's forward by name, the same on all ranks of cp.
         axis: cp.
 
     Raises:
-        ConfigError: an argument cannot be shared.
+        ConfigError: an argument cannot be sharded.
     """
     source = batch.get(IDS) if batch.get(IDS) is not None else batch.get(EMBEDDINGS)
     assert source is not None
@@ -97,19 +97,19 @@ def cut(
     found = {
         **batch,
         POSITIONS: slice_of(positions).expand(rows, -1),
-        # Whole: layers would take the positions of a slice for documents, without a mask.
+        # Never None, and unsharded: without a mask, gaps in a slice's positions would be taken for documents.
         MASK: torch.ones(rows, padded, dtype=torch.bool, device=device)
         if kept is None
         else padded_to(kept, padded, 0),
     }
-    for key, value in batch.items():  # also ids of other kinds, such as token_type_ids
+    for key, value in batch.items():  # includes other ids, such as token_type_ids
         of_tokens = isinstance(value, Tensor) and value.shape[:2] == (rows, length)
         if of_tokens and key == EMBEDDINGS and value.requires_grad:
             found[key] = _own_slice(padded_to(value, padded, 0), layout, axis)
         elif of_tokens and (key == EMBEDDINGS or key.endswith("_ids")) and key != POSITIONS:
             found[key] = slice_of(value)
     places = padded_to(positions, padded, 0)
-    if batch.get(LABELS) is None:  # a model that is given moved labels alone computes no loss
+    if batch.get(LABELS) is None:  # with shifted labels only, a model computes no loss
         return found, SharedSequence(layout, length, padded, own, rules, places)
     shifted, ignored = labels_of_next(batch), batch.get("ignore_index", IGNORED)
     assert shifted is not None
@@ -120,17 +120,17 @@ def cut(
 
 
 def _own_slice(embeddings: Tensor, layout: SequenceLayout, axis: Axis) -> Tensor:
-    """[B, S, hidden] -> [B, S / degree, hidden], whose gradient every rank gets whole: the caller made it from
-    something, and has all of it on every rank."""
+    """Return this rank's slice: [B, S, hidden] -> [B, S / degree, hidden]. In backward, every rank gets the
+    gradient of the full embeddings, because the caller computed all of them on every rank."""
     order = layout.order(embeddings.shape[1]).to(embeddings.device)
     mine = slice_along(embeddings.index_select(1, order), axis, 1, "root/embeddings")
-    # see [Note: The gradient of a shared loss]: what goes through own tokens counts as often as cp has ranks
+    # undoes the scaling by the cp degree: see [Note: The gradient of a shared loss]
     mine.register_hook(lambda gradient: gradient / axis.degree)
     return mine
 
 
 def check_shape(given: Any, name: str, rows: int, length: int) -> None:
-    """Raise ConfigError for a mask or for positions that are not of the tokens of the batch."""
+    """Raise ConfigError for a mask or positions whose shape does not match the tokens of the batch."""
     if given is None:
         return
     shape = tuple(given.shape) if isinstance(given, Tensor) else None
@@ -147,13 +147,13 @@ def check_shape(given: Any, name: str, rows: int, length: int) -> None:
 def rules_of_batch(
     positions: Tensor | None, kept: Tensor | None, rows: int, padded: int
 ) -> tuple[MaskRule, ...]:
-    """Return the rules that a batch adds to those of the layers.
+    """Return the mask rules that a batch adds to those of the layers.
 
     Args:
-        positions: int64 [batch or 1, S]: documents begin where they do not go on; None: one document.
-        kept: [batch, S], 0 where there is padding. As in transformers, documents are not looked for beside it.
-        rows: of the batch.
-        padded: length of the sequence that rules are asked about.
+        positions: int64 [batch or 1, S]: documents begin where they are not consecutive; None: one document.
+        kept: [batch, S], 0 for padding. As in transformers, documents are not detected if it is given.
+        rows: rows of the batch.
+        padded: length of the padded sequence, to which the rules apply.
     """
     if kept is not None:
         return () if bool(kept.all()) else (Kept(padded_to(kept.bool(), padded, False)),)
@@ -166,7 +166,7 @@ def rules_of_batch(
 
 
 def labels_of_next(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the label that each position predicts, -100 for none: [batch, S]; None: there are no labels."""
+    """Return the label that each position predicts, -100 if none: [batch, S]; None without labels."""
     labels, shifted = batch.get(LABELS), batch.get(SHIFTED)
     if shifted is None and labels is not None:
         shifted = pad(labels, (0, 1), value=batch.get("ignore_index", IGNORED))[:, 1:]
@@ -183,6 +183,6 @@ def refused(model: nn.Module, why: str) -> ConfigError:
 
 
 def padded_to(x: Tensor, length: int, fill: float | bool) -> Tensor:
-    """Return [B, S, ...] with `fill` behind it up to the length."""
+    """Return [B, S, ...] padded with `fill` at the end to `length`."""
     more = length - x.shape[1]
     return x if not more else torch.cat([x, x.new_full((x.shape[0], more, *x.shape[2:]), fill)], 1)

@@ -1,9 +1,10 @@
-"""Attention of some queries to some keys, with the log-sum-exp of each query, forward and backward.
+"""Attention of a block of queries to a block of keys with its log-sum-exp, forward and backward.
 
-With it, attention to all keys is the merge of attention to parts of them (`merged`), and the backward of a part needs
-only the log-sum-exp of all (Dao 2023, arXiv:2307.08691, section 3.1): parts may be computed anywhere, in any order.
+Given the log-sum-exp, attention to all keys is merged from attention to blocks of them (`merged`), and the
+backward of a block needs only the log-sum-exp over all keys (Dao 2023, arXiv:2307.08691, section 3.1). So
+blocks may be computed anywhere, in any order.
 
-On CPUs torch's fused kernel does it where it can; the formulas in plain torch do the rest, a few queries at a time.
+On CPUs, torch's fused kernel is used if it applies; otherwise plain torch computes tiles of queries.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from torch import Tensor
 
 from launcher.sequence.masks import Block
 
-_TILE = 1 << 24  # numbers of one piece of scores
+_TILE = 1 << 24  # elements of one tile of scores
 _INF = float("inf")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The way from a query and a key to their score.
+    """How the score of a query and a key is computed.
 
     Args:
         scale: factor of their product.
-        cap: scores are cap x tanh(score / cap) (Gemma 2); 0: as they are.
+        cap: scores become cap x tanh(score / cap) (Gemma 2); 0: no cap.
     """
 
     scale: float
@@ -35,15 +36,15 @@ class Scores:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Return attention of a block, and log-sum-exp.
+    """Return the attention of a block, and its log-sum-exp.
 
     Args:
         query: [B, H, Q, D].
         key, value: [B, G, K, D] and [B, G, K, E]; G divides H.
-        block: some of its pairs are allowed.
+        block: allows at least one pair.
 
     Returns:
-        ([B, H, Q, E] in fp32 or the dtype of the query, fp32 [B, H, Q]): 0 and -inf for a query that may see no key.
+        ([B, H, Q, E] in fp32 or the dtype of the query, fp32 [B, H, Q]): 0 and -inf for a query without keys.
     """
     if _is_fused(query, scores):
         if not _takes_groups():
@@ -53,7 +54,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scores: Scor
             query, key, wide, 0.0, block.causal, attn_mask=bias, scale=scores.scale
         )
         out, lse = out[..., : value.shape[-1]], lse.float()
-        if block.mask is not None:  # the kernel says 0 of a query without keys
+        if block.mask is not None:  # the kernel returns 0 for a query without keys
             lse = lse.masked_fill(~block.mask.any(-1), -_INF)
         return out, lse
     out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=torch.float32)
@@ -77,12 +78,12 @@ def attend_backward(
     block: Block,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value that go through a block, in fp32 or the dtype of the query.
+    """Return the gradients of query, key and value through a block, in fp32 or the dtype of the query.
 
     Args:
-        gradient: [B, H, Q, E] of attention to all keys, in the dtype of the query.
-        lse: fp32 [B, H, Q] of all keys.
-        d_lse: its gradient, fp32 [B, H, Q]: what a key adds to the sum that all weights are divided by.
+        gradient: [B, H, Q, E], the gradient of attention to all keys, in the dtype of the query.
+        lse: fp32 [B, H, Q], over all keys.
+        d_lse: gradient of `lse`, fp32 [B, H, Q]: the effect of a key on the softmax denominator.
     """
     groups = key.shape[1]
     lse = _finite(lse)
@@ -123,7 +124,7 @@ def attend_backward(
 
 
 def merged(out: Tensor, lse: Tensor, more: Tensor, lse_of_more: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention to two sets of keys as one: [B, H, Q, E] and [B, H, Q], fp32."""
+    """Merge the attention to two sets of keys: return [B, H, Q, E] and [B, H, Q], fp32."""
     total = torch.logaddexp(lse, lse_of_more)
     shift = _finite(total)
     return out * (lse - shift).exp()[..., None] + more * (lse_of_more - shift).exp()[..., None], total
@@ -135,7 +136,7 @@ def _is_fused(query: Tensor, scores: Scores) -> bool:
 
 @cache
 def _takes_groups() -> bool:
-    """Return whether torch's kernel takes fewer key heads than query heads, and gives the sums of their gradients."""
+    """Return whether torch's kernel supports fewer key heads than query heads, and sums their gradients."""
     g = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 2, 4, generator=g) for heads in (2, 1, 1))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -153,8 +154,8 @@ def _takes_groups() -> bool:
 
 
 def _in_place_of_out(gradient: Tensor, d_lse: Tensor) -> Tensor:
-    """Return a tensor whose product with the gradient is -d_lse: all that torch's kernel asks of `out`."""
-    largest = gradient.abs().amax(-1, keepdim=True).float()  # squares of small numbers would be 0
+    """Return a tensor whose dot product with the gradient is -d_lse: torch's kernel uses `out` only there."""
+    largest = gradient.abs().amax(-1, keepdim=True).float()  # squares of small numbers would underflow
     direction = (gradient / largest).masked_fill_(largest == 0, 0)
     length = direction.square().sum(-1, keepdim=True, dtype=torch.float32)
     factor = (-d_lse[..., None] / (largest * length)).masked_fill_(largest == 0, 0)
@@ -162,7 +163,7 @@ def _in_place_of_out(gradient: Tensor, d_lse: Tensor) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """A query that sees no key: exp(-inf - 0) is 0, and exp(-inf + inf) no number."""
+    """Replace -inf by 0. For a query that sees no key, exp(-inf - 0) is 0, but exp(-inf + inf) is NaN."""
     return lse.masked_fill(lse == -_INF, 0)
 
 
@@ -175,20 +176,20 @@ def _bias(block: Block, dtype: torch.dtype) -> Tensor | None:
 
 
 def _padded(value: Tensor, query: Tensor) -> Tensor:
-    """Return the values with zeros up to the width of the queries, which the fused kernel wants (DeepSeek's are
+    """Pad the values to the head dim of the queries, as the fused kernel requires (DeepSeek's are
     narrower)."""
     more = query.shape[-1] - value.shape[-1]
-    return torch.nn.functional.pad(value, (0, more)) if more else value  # by 0 it would be a copy
+    return torch.nn.functional.pad(value, (0, more)) if more else value  # padding by 0 would copy
 
 
 def _heads(grouped: Tensor, query: Tensor) -> Tensor:
-    """[B, G, K, D] -> [B, H, K, D]: one for each query head."""
+    """Repeat the heads of each group for its query heads: [B, G, K, D] -> [B, H, K, D]."""
     times = query.shape[1] // grouped.shape[1]
     return grouped if times == 1 else grouped.repeat_interleave(times, 1)
 
 
 def _summed(gradient: Tensor, groups: int) -> Tensor:
-    """[B, H, K, D] -> [B, G, K, D]."""
+    """Sum the gradients of each group: [B, H, K, D] -> [B, G, K, D]."""
     return gradient if gradient.shape[1] == groups else gradient.float().unflatten(1, (groups, -1)).sum(2)
 
 

@@ -1,7 +1,7 @@
 """Assigns positions of a sequence to ranks of the cp axis.
 
-The axis is ring x ulysses, ulysses innermost. A chunk is what the ranks of one Ulysses group have together: one of
-`ring` equal parts of the sequence. Inside a chunk each of them has a slice.
+The axis is ring x ulysses, with ulysses innermost. A chunk is one of `ring` equal parts of the sequence, held
+by one Ulysses group. Each rank of the group has a slice of the chunk.
 
 ```
 ring 2, 8 positions     chunk 0        chunk 1
@@ -29,11 +29,11 @@ KINDS = ("zigzag", "contiguous", "striped")
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """The way in which sequences are shared.
+    """How sequences are sharded.
 
     Args:
         kind: one of `KINDS`.
-        ring, ulysses: ranks along each; their product is the degree of cp.
+        ring, ulysses: degree of each; their product is the cp degree.
     """
 
     kind: str
@@ -42,11 +42,11 @@ class SequenceLayout:
 
     @property
     def multiple(self) -> int:
-        """Return the number that must divide the length of a sequence; shorter ones are padded."""
+        """Return the number of which every padded length is a multiple."""
         return self.ring * self.ulysses * (2 if self.kind == "zigzag" and self.ring > 1 else 1)
 
     def in_words(self) -> str:
-        """ "Ulysses 2 x ring 2, zigzag"."""
+        """Return a description such as "Ulysses 2 x ring 2, zigzag"."""
         ring = f"ring {self.ring}, {self.kind}" if self.ring > 1 else ""
         heads = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
         return " x ".join(filter(None, [heads, ring]))
@@ -56,10 +56,10 @@ class SequenceLayout:
         return -(-length // self.multiple) * self.multiple
 
     def runs(self, length: int, chunk: int) -> tuple[range, ...]:
-        """Return the positions of a chunk, in its order: one or two evenly spaced runs.
+        """Return the positions of a chunk in order, as one or two evenly spaced runs.
 
         Args:
-            length: of the padded sequence.
+            length: length of the padded sequence.
             chunk: 0 .. ring - 1.
         """
         if self.ring == 1:
@@ -75,24 +75,24 @@ class SequenceLayout:
         return first, range(last * size, (last + 1) * size)
 
     def positions(self, length: int, rank: int) -> Tensor:
-        """Return the positions of a rank of the axis: int64 [length / degree]."""
+        """Return the positions of one rank of the axis: int64 [length / degree]."""
         return _positions(self, length, rank)
 
     def order(self, length: int) -> Tensor:
-        """Return int64 [length]: the positions of all ranks, those of rank 0 first."""
+        """Return the positions of all ranks in rank order: int64 [length]."""
         return torch.cat([self.positions(length, rank) for rank in range(self.ring * self.ulysses)])
 
 
 def planned(model: Any, degree: int, section: ContextParallelConfig, *, tp: int) -> SequenceLayout:
-    """Return the layout for a model: what the JSON leaves open is Ulysses as far as the heads of a rank allow, for it
-    sends least, and a ring over the rest.
+    """Return the layout for a model. Unless configured, the Ulysses degree is the largest that the heads of a
+    rank allow, because Ulysses communicates least; a ring covers the rest.
 
     Args:
-        degree: of cp.
-        tp: ranks that share the heads.
+        degree: cp degree.
+        tp: tp degree, over which the heads are split.
 
     Raises:
-        ConfigError: what the JSON says does not make the degree.
+        ConfigError: the Ulysses degree does not divide both the heads of a rank and the cp degree.
     """
     ulysses, ring = section.ulysses, section.ring
     heads = _heads_of(model) // tp
@@ -111,10 +111,10 @@ def planned(model: Any, degree: int, section: ContextParallelConfig, *, tp: int)
 
 
 def _heads_of(model: Any) -> int:
-    """Return the attention heads of a layer; 1 where layers differ, so that a ring is chosen."""
+    """Return the number of attention heads of a layer; 1 if layers differ, so that a ring is chosen."""
     try:
         return int(getattr(model.config.get_text_config(), "num_attention_heads", 1))
-    except Exception:  # of transformers: the config has a number for each layer
+    except Exception:  # raised by transformers: the config has one number per layer
         return 1
 
 

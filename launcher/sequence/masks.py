@@ -1,8 +1,9 @@
-"""Masks as rules: which keys a query may see, by positions in the whole sequence.
+"""Attention masks as rules: which keys a query may see, by their positions in the full sequence.
 
-A rule answers for a block of queries and keys: all of its pairs, none, or some, and then which. transformers makes a
-mask out of small functions (`masking_utils`); `rules_of` reads them. A function that is not known is refused: it may
-look at the batch by position, and a rank has other positions than it thinks.
+For a block of queries and keys, a rule returns whether all, none or some of the pairs are allowed, and in the
+last case which. transformers composes masks from small functions (`masking_utils`); `rules_of` translates
+them into rules. An unknown function is rejected: it might index the batch by position, and a rank's slice has
+other positions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from launcher.errors import ConfigError
 
 
 class Visibility(Enum):
-    """Says whether a rule allows all, some or none of the pairs of a block."""
+    """Whether all, some or none of the pairs of a block are allowed."""
 
     NONE = "none"
     SOME = "some"
@@ -28,7 +29,7 @@ class Visibility(Enum):
 
 
 class MaskRule(Protocol):
-    """A rule about pairs of a query and a key."""
+    """Decides which pairs of a query and a key are allowed."""
 
     def of_block(self, queries: range, keys: range) -> Visibility:
         """Return how many pairs of a block are allowed, in O(1) or O(length)."""
@@ -41,7 +42,7 @@ class MaskRule(Protocol):
 
 @dataclass(frozen=True)
 class Causal:
-    """A query sees no key after it."""
+    """Hides keys after the query."""
 
     def of_block(self, queries: range, keys: range) -> Visibility:
         if keys[0] > queries[-1]:
@@ -54,7 +55,7 @@ class Causal:
 
 @dataclass(frozen=True)
 class Window:
-    """A query sees no key that is `size` positions or more before it."""
+    """Hides keys `size` or more positions before the query (sliding window)."""
 
     size: int
 
@@ -69,10 +70,10 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class SameGroup:
-    """A query sees keys of its own group only: of its document, or of its chunk of the sequence.
+    """Hides keys outside the query's group: its document, or its chunk of the sequence.
 
     Args:
-        groups: int64 [batch or 1, length], never falling along the sequence.
+        groups: int64 [batch or 1, length], non-decreasing along the sequence.
     """
 
     groups: Tensor
@@ -91,7 +92,7 @@ class SameGroup:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Nobody sees keys that are padding.
+    """Hides keys that are padding.
 
     Args:
         keys: bool [batch, length]; false: padding.
@@ -111,12 +112,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Block:
-    """The pairs of some queries with some keys.
+    """The pairs of a range of queries and a range of keys.
 
     Args:
-        visibility: how many of them are allowed.
-        causal: those of a square are allowed up to its diagonal, and no others are excluded.
-        mask: bool [batch or 1, 1, queries, keys], where some are allowed and it is not `causal`.
+        visibility: how many of the pairs are allowed.
+        causal: the block is square and exactly the pairs up to its diagonal are allowed.
+        mask: bool [batch or 1, 1, queries, keys]; only for `SOME` if not `causal`.
     """
 
     visibility: Visibility
@@ -125,7 +126,7 @@ class Block:
 
 
 class MaskIsNoTensorError(ConfigError, AttributeError):
-    """A model does something else with its mask than give it to its attention."""
+    """Raised if a model does anything with its mask other than pass it to attention."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -137,12 +138,12 @@ class MaskIsNoTensorError(ConfigError, AttributeError):
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """All rules of a kind of layer in one forward. It travels through the model in the place of a mask tensor.
+    """All rules of a layer type in one forward. It passes through the model in place of a mask tensor.
 
     Args:
-        rules: a pair is allowed if all of them allow it.
-        sequence: the forward that it belongs to (`inputs.py`).
-        device: of the masks.
+        rules: a pair is allowed if all rules allow it.
+        sequence: the `SharedSequence` of the forward (`inputs.py`).
+        device: device of the masks.
     """
 
     rules: tuple[MaskRule, ...]
@@ -160,20 +161,20 @@ class AttentionMask:
         raise MaskIsNoTensorError("takes a part of its attention mask")
 
     def visibility(self, queries: range, keys: range) -> Visibility:
-        """Return how many pairs of a block all rules allow."""
+        """Return whether all rules together allow all, some or none of the pairs of a block."""
         found = self._of_rules(queries, keys)
         if Visibility.NONE in found:
             return Visibility.NONE
         return Visibility.SOME if Visibility.SOME in found else Visibility.ALL
 
     def block(self, queries: range, keys: range) -> Block:
-        """Return what attention of the queries to the keys needs; kept for the layers that follow."""
+        """Return the block of these queries and keys, cached for the layers that follow."""
         if (queries, keys) not in self._blocks:
             self._blocks[queries, keys] = self._make(queries, keys)
         return self._blocks[queries, keys]
 
     def _of_rules(self, queries: range, keys: range) -> list[Visibility]:
-        """Return the answer of each rule; some look at the batch, so they are asked once for all layers."""
+        """Return the visibility under each rule, cached for all layers, because some rules read the batch."""
         if (queries, keys) not in self._found:
             self._found[queries, keys] = [rule.of_block(queries, keys) for rule in self.rules]
         return self._found[queries, keys]
@@ -195,14 +196,14 @@ class AttentionMask:
 
 
 def rules_of(function: Callable[..., Any], places: Tensor) -> list[MaskRule]:
-    """Read a mask function of transformers.
+    """Translate a mask function of transformers into rules.
 
     Args:
-        function: as transformers hands it to a mask interface.
-        places: int64 [batch or 1, padded length]: of each token in its document.
+        function: as transformers passes it to a mask interface.
+        places: int64 [batch or 1, padded length]: position of each token in its document.
 
     Raises:
-        ConfigError: it is not known.
+        ConfigError: the function is unknown.
     """
     kind = getattr(function, "__qualname__", repr(function)).removesuffix(".<locals>.inner_mask")
     inside = _captured(function)
@@ -215,7 +216,7 @@ def rules_of(function: Callable[..., Any], places: Tensor) -> list[MaskRule]:
     if kind == "chunked_overlay":
         places = places - inside["left_padding"].to(places.device)[:, None]
         chunks = places.div(inside["chunk_size"], rounding_mode="floor")
-        # the chunks of a document are counted from its own beginning: numbers that never fall are made of them
+        # chunk numbers restart with each document; the cumulative sum of their changes is non-decreasing
         return [SameGroup(pad((chunks.diff(dim=1) != 0), (1, 0)).cumsum(1))]
     if kind == "and_masks.<locals>.and_mask":
         return [rule for one in inside["mask_functions"] for rule in rules_of(one, places)]

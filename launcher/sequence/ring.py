@@ -1,12 +1,12 @@
-"""Ring attention: each rank keeps the queries of its chunk, and meets the keys and values of all chunks one by one.
+"""Ring attention: each rank keeps its chunk's queries and attends to all chunks' keys and values in turn.
 
 [Note: Who sends to whom]
-In step i a rank gets the chunk of the rank i before it, from that rank itself, and sends its own to the rank i behind
-it. So every chunk is sent by its owner, in the same number of messages as on a ring, and one that no query of a rank
-may see is not sent to it at all. The chunk of step i + 1 is on its way while attention to that of step i is computed.
-In backward the gradients of a chunk's keys and values go straight back to its owner, who adds them in the order of the
-steps: sums are the same on every run. What is sent and what is received in a step is one exchange: where all ranks
-first sent and then received, NCCL would wait for ever.
+In step i, a rank receives the chunk of the rank i before it, directly from that rank, and sends its own chunk
+to the rank i after it. So every chunk is sent by its owner, with as many messages as on a ring, and a chunk
+is not sent to ranks whose queries may see none of it. The chunk of step i + 1 is in flight while attention to
+the chunk of step i is computed. In backward, the gradients of a chunk's keys and values go straight back to
+its owner, which adds them in step order, so the sums are deterministic. The send and the receive of a step
+are one exchange: if all ranks sent first and received afterwards, NCCL would deadlock.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TAG = "attention/ring"
 
 @dataclass(frozen=True)
 class RingCall:
-    """One attention over the ring.
+    """The arguments of one attention over the ring.
 
     Args:
-        axis: the ring; of degree 1 where Ulysses does all.
-        layout, length: of the padded sequence.
-        mask: of the layer.
-        scores: of the layer.
+        axis: the ring; its degree is 1 if only Ulysses is used.
+        layout, length: layout and length of the padded sequence.
+        mask: mask of the layer.
+        scores: how the layer computes its scores.
     """
 
     axis: Axis
@@ -50,7 +50,7 @@ class RingCall:
         return self.layout.runs(self.length, chunk)
 
     def sees(self, queries: int, keys: int) -> bool:
-        """Return whether a query of one chunk may see a key of the other."""
+        """Return whether any query of one chunk may see any key of the other."""
         return any(
             self.mask.visibility(mine, other) is not Visibility.NONE
             for mine in self.runs(queries)
@@ -58,7 +58,7 @@ class RingCall:
         )
 
     def pairs(self, keys: int) -> Iterator[tuple[slice, range, slice, range]]:
-        """Yield (place, positions) of the own runs of queries with those of another chunk's keys."""
+        """Yield each run of this rank's queries with each run of a chunk's keys, as (slice, positions)."""
         for mine, queries in _placed(self.runs(self.axis.rank)):
             for place, positions in _placed(self.runs(keys)):
                 yield mine, queries, place, positions
@@ -67,13 +67,13 @@ class RingCall:
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: RingCall
 ) -> tuple[Tensor, Tensor]:
-    """Return attention of this rank's queries to the keys of all ranks, and its log-sum-exp. Every rank of the ring
-    must call it. Gradients are needed of both: see [Note: Attention in backward].
+    """Return the attention of this rank's queries to the keys of all ranks, and its log-sum-exp. Every rank
+    of the ring must call it. Backward needs the gradients of both outputs: see [Note: Attention in backward].
 
     Args:
         query: [B, H, C, D], C positions of this rank's chunk.
         key, value: [B, G, C, D] and [B, G, C, E].
-        sinks: [H] scores of a key without a value that every query sees (gpt-oss); None: there is none.
+        sinks: [H] scores of a key without a value that every query sees (gpt-oss); None: no sinks.
 
     Returns:
         ([B, H, C, E] in the dtype of the query, fp32 [B, H, C]).
@@ -87,7 +87,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: RingCall
     ) -> tuple[Tensor, Tensor]:
-        outs, sums = _Pieces(), _Pieces()  # by own run: attention to the chunks so far, and its log-sum-exp
+        outs, sums = _Pieces(), _Pieces()  # per local run: attention to the chunks so far, and log-sum-exp
         with torch.no_grad():
             for chunk, keys, values in _Chunks(key, value, call):
                 for mine, queries, place, positions in call.pairs(chunk):
@@ -104,7 +104,7 @@ class _Ring(torch.autograd.Function):
         like = query.new_empty((), dtype=torch.float32)
         out = outs.joined(own, like, (*query.shape[:-1], value.shape[-1]), 0.0)
         lse = sums.joined(own, like, query.shape[:-1], float("-inf"))
-        if sinks is not None:  # one more term of the denominator, and none of the numerator
+        if sinks is not None:  # adds to the softmax denominator only
             nothing = torch.zeros_like(out)
             out, lse = merged(out, lse, nothing, sinks.float()[None, :, None].expand_as(lse))
         ctx.save_for_backward(query, key, value, sinks, lse)
@@ -142,7 +142,7 @@ class _Ring(torch.autograd.Function):
                     pieces.add(at.start, part)
             places = [place for place, _ in _placed(call.runs(chunk))]
             gradients = None
-            if d_keys or call.sees(call.axis.rank, chunk):  # its owner asks `sees`, and waits for zeros, too
+            if d_keys or call.sees(call.axis.rank, chunk):  # the owner expects zeros, too, if `sees`
                 gradients = (
                     d_keys.joined(places, keys, keys.shape),
                     d_values.joined(places, keys, values.shape),
@@ -159,14 +159,14 @@ class _Ring(torch.autograd.Function):
 
 
 class _Pieces(dict[int, Tensor]):
-    """Tensors [B, H, run, ...] of the runs of a chunk, by where they start. Where there is one, it is not copied."""
+    """Maps the start of each run of a chunk to its tensor, [B, H, run, ...]."""
 
     def add(self, start: int, part: Tensor) -> None:
-        """Add to a piece, in fp32."""
+        """Accumulate into a piece, in fp32."""
         self[start] = self[start].float().add_(part) if start in self else part
 
     def joined(self, runs: Sequence[slice], like: Tensor, shape: Sequence[int], fill: float = 0.0) -> Tensor:
-        """Return [B, H, chunk, ...], with `fill` for runs without a piece."""
+        """Return [B, H, chunk, ...], with `fill` for runs without a piece. A single run is not copied."""
         if len(runs) == 1 and runs[0].start in self:
             return self[runs[0].start]
         whole = like.new_full(tuple(shape), fill, dtype=torch.float32)
@@ -177,15 +177,15 @@ class _Pieces(dict[int, Tensor]):
 
 
 class _Chunks:
-    """Iterates over (chunk, keys, values): the own chunk, then the others, as they come. For a chunk that this rank
-    does not see the own keys and values stand there again: every block of it is left out."""
+    """Iterates over (chunk, keys, values): this rank's chunk, then the others in step order. For a chunk that
+    this rank does not see, its own keys and values are placeholders: every block of that chunk is skipped."""
 
     def __init__(self, key: Tensor, value: Tensor, call: RingCall) -> None:
         self.key, self.value, self.call = key, value, call
 
     @cached_property
     def own(self) -> Tensor:
-        """Return the own keys and values as they are sent."""
+        """Return this rank's keys and values, packed for sending."""
         return _packed(self.key, self.value)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -213,7 +213,7 @@ class _Chunks:
 
 
 class _Returns:
-    """The gradients of keys and values on their way to the ranks that own these, step by step as they came."""
+    """Sends the gradients of keys and values back to their owners, in the steps in which these arrived."""
 
     def __init__(self, key: Tensor, value: Tensor, call: RingCall) -> None:
         self.key, self.value, self.call = key, value, call
@@ -221,7 +221,7 @@ class _Returns:
         self._total: tuple[Tensor, Tensor] | None = None
 
     def give(self, chunk: int, gradients: tuple[Tensor, Tensor] | None) -> None:
-        """Send the gradients of the next chunk to its owner; None: this rank did not see it."""
+        """Send the gradients of the next chunk to its owner; None: this rank did not see the chunk."""
         axis = self.call.axis
         if chunk == axis.rank:
             self._total = gradients
@@ -237,13 +237,13 @@ class _Returns:
         self._sent = sent, buffer
 
     def sum(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the own keys and values, from all ranks."""
+        """Return the gradients of this rank's keys and values, summed over all ranks."""
         self._add()
         d_key, d_value = self._total or self._zeros()
         return d_key, d_value
 
     def _add(self) -> None:
-        """Add what the last exchange brings."""
+        """Wait for the last exchange and add the gradients that it received."""
         if self._sent is None:
             return
         (pending, buffer), self._sent = self._sent, None
@@ -263,7 +263,7 @@ class _Returns:
 def _exchange(
     out: Tensor | None, to: int, into: Tensor | None, source: int, axis: Axis, like: Tensor
 ) -> Pending:
-    """Send one flat tensor, and receive another; None: nothing. `like`: of their dtype and device."""
+    """Send one flat tensor and receive another; None: no message. `like` has their dtype and device."""
     outgoing, incoming = ([like.new_empty(0)] * axis.degree for _ in range(2))
     if out is not None:
         outgoing[to] = out

@@ -1,7 +1,7 @@
-"""Rotary embeddings whose frequencies depend on the length of the sequence (`dynamic` and `longrope` in transformers).
+"""Rotary embeddings whose frequencies depend on the sequence length (transformers' `dynamic`, `longrope`).
 
-They take the largest position that they are called with for the length. A rank has only some positions, so they are
-called with one more, the largest of the whole sequence, and what they return for it is dropped."""
+They infer the length from the largest position that they are called with. A rank has only some of the
+positions, so the largest position of the full sequence is appended, and its embedding is dropped."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from launcher.sequence.inputs import POSITIONS, current
 
-_PLACE = 1  # of the positions among the arguments of a forward
+_PLACE = 1  # index of the positions among the forward's arguments
 
 
 def follow_length(model: nn.Module) -> list[RemovableHandle]:
-    """Let the rotary embeddings of a model see how long whole sequences are; returns what takes that off again."""
+    """Make a model's rotary embeddings use the full sequence length; return the handles of the hooks."""
     handles: list[RemovableHandle] = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

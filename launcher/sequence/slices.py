@@ -1,7 +1,7 @@
-"""One forward of a batch that comes in slices: DeepSpeed's scripts cut it before they call the model.
+"""Inputs of a forward whose batch is already sharded: DeepSpeed's scripts slice it before the call.
 
-Slices are equal, and lie in the order of the ranks. Positions and padding of the others are asked for; what the model
-returns stays a slice, and its loss is that of the slice: the script puts them together."""
+Slices are equally long and in rank order. Positions and padding masks are gathered from the other ranks. The
+model's outputs stay slices, and its loss is the loss of the slice; the script combines them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TAG = "root/slices"
 def from_slices(
     batch: Mapping[str, Any], layout: SequenceLayout, axis: Axis
 ) -> tuple[dict[str, Any], SharedSequence]:
-    """Return the batch for the model, and what its layers are told. Every rank of cp must call it.
+    """Return the batch for the model, and the sequence it belongs to. Every rank of cp must call it.
 
     Args:
         batch: arguments of the model's forward by name.
@@ -42,7 +42,7 @@ def from_slices(
         axis: cp.
 
     Raises:
-        ArgumentsError: the ranks have slices of other shapes.
+        ArgumentsError: the shapes or the arguments of the ranks' slices differ.
     """
     source = batch[IDS] if batch.get(IDS) is not None else batch[EMBEDDINGS]
     rows, mine = source.shape[:2]
@@ -65,7 +65,7 @@ def from_slices(
     if positions is None:
         found[POSITIONS] = own.expand(rows, -1)
     shifted = batch.get(SHIFTED)
-    if shifted is None and batch.get(LABELS) is not None:  # the last label of a slice is in the next one
+    if shifted is None and batch.get(LABELS) is not None:  # the last token's label is in the next slice
         every = labels_of_next({LABELS: whole(LABELS)})
         assert every is not None
         shifted = every.index_select(1, own)

@@ -1,8 +1,9 @@
 """The loss of a causal LM in tiles along the sequence: no rank ever holds the logits of all its tokens.
 
-The head is not computed where the model calls it. What it returns (`DeferredLogits`) notes what the model's forward
-does with logits (caps, scales, casts) and hands it to `loss_function`. There the head, these steps and the loss run for
-one tile of tokens after the other, and run again in backward (Bekman et al. 2025, arXiv:2506.13996)."""
+The head is not computed when the model calls it. Instead it returns `DeferredLogits`, which record the
+operations that the model's forward applies to the logits (caps, scales, casts), until they reach
+`loss_function`. There the head, the recorded operations and the loss are computed for one tile of tokens at a
+time, and recomputed in backward (Bekman et al. 2025, arXiv:2506.13996)."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from launcher.sequence.inputs import LABELS, SHIFTED, labels_of_next
 from launcher.tensor.head import SplitHead, wants_gathered_head
 from launcher.tensor.split_model import wants_no_logits
 
-TILE = 1 << 25  # logits at once
+TILE = 1 << 25  # logits per tile
 WHERE = "tiled_loss"
 _STEPS = {"div", "true_divide", "mul", "multiply", "tanh", "float", "to", "type", "half", "bfloat16"}
-"""Functions of torch that change logits one by one."""
+"""Elementwise torch functions that can be deferred."""
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Return why the loss of a model cannot be computed in tiles; None: it can."""
+    """Return why the loss of a model cannot be computed in tiles; None if it can."""
     if not isinstance(model, PreTrainedModel):
         return "it is not a transformers model"
     head = model.get_output_embeddings()
@@ -39,16 +40,16 @@ def why_not(model: nn.Module) -> str | None:
 
 
 class TiledLoss:
-    """Computes the loss of a model in tiles, while it trains or is asked for its loss only.
+    """Computes the loss of a model in tiles, while it trains or when only its loss is requested.
 
     Args:
-        model: has a linear head, and calls `loss_function` with what that returns.
-        tile: logits at once; default: `TILE`.
+        model: has a linear head, and passes the head's output to `loss_function`.
+        tile: logits per tile; default: `TILE`.
 
     Attributes:
-        wanted: the forward under way is asked for a loss.
-        width: logits of a token on this rank.
-        widest: on the rank with most.
+        wanted: the current forward computes a loss in tiles.
+        width: logits per token on this rank.
+        widest: logits per token on the rank with the most.
     """
 
     def __init__(self, model: PreTrainedModel, tile: int = 0) -> None:
@@ -57,7 +58,7 @@ class TiledLoss:
         self.own_loss, self.own_class = model.loss_function, type(self.head)
         split = getattr(self.own_loss, "__self__", None)
         self.width: int = split.width if isinstance(split, SplitHead) else self.head.out_features
-        # ranks with other numbers of ids must cut the same tiles
+        # ranks with vocabulary shards of different sizes must use the same tiles
         self.widest = max(split.sizes) if isinstance(split, SplitHead) else self.width
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -68,7 +69,7 @@ class TiledLoss:
         model.loss_function = self.loss
 
     def remove(self) -> None:
-        """Let the model compute all logits at once again."""
+        """Restore the model's own head and loss."""
         for handle in self._handles:
             handle.remove()
         self.model.loss_function, self.head.__class__ = self.own_loss, self.own_class
@@ -99,7 +100,7 @@ class TiledLoss:
         return total
 
     def _before(self, module: nn.Module, args: Any, keywords: Mapping[str, Any]) -> None:
-        # Without labels a model computes no loss, and its logits are read.
+        # Without labels, a model computes no loss and its caller reads the logits.
         self.wanted = keywords.get(LABELS) is not None and wants_no_logits(module)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -108,13 +109,13 @@ class TiledLoss:
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """Stands for the logits of all tokens until their loss is computed.
+    """Placeholder for the logits of all tokens until their loss is computed.
 
     Args:
-        model: the class that they belong to, for people.
+        model: class name of the model, for error messages.
         hidden: [B, S, hidden], the input of the head.
-        shape, dtype: of the logits.
-        steps: what the model does with them.
+        shape, dtype: shape and dtype of the logits.
+        steps: operations that the model applies to the logits.
     """
 
     model: str
@@ -134,7 +135,7 @@ class DeferredLogits:
         return len(self.shape)
 
     def then(self, step: Callable[[Tensor], Any]) -> DeferredLogits:
-        """Return these with another step."""
+        """Return a copy with another step appended."""
         dtype = step(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
         return replace(self, dtype=dtype, steps=(*self.steps, step))
 
@@ -170,7 +171,7 @@ class DeferredLogits:
         return self.then(lambda x: func(*others[:at], x, *others[at + 1 :], **(kwargs or {})))
 
     def _one(self, other: Any) -> Any:
-        """Return a number of which there is one for all logits."""
+        """Return `other` if it is a scalar, the same for all logits; raise otherwise."""
         if isinstance(other, DeferredLogits) or (isinstance(other, Tensor) and other.numel() > 1):
             raise self._refusal("a product with other tensors")
         return other
@@ -199,17 +200,17 @@ class DeferredLogits:
 
 
 class DeferredLogitsError(LauncherError, AttributeError):
-    """Somebody reads logits that are not there."""
+    """Raised when code reads logits that were never computed."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """The head is called with this: a loop over tiles, so that its parameters are gathered once for all of them.
+    """The loop over tiles. The head is called with it, to gather its parameters once for all tiles.
 
     Args:
-        labels: of each position, moved already: [B, S].
-        tokens: of a row in a tile.
-        loss: of the logits and labels of a tile.
+        labels: shifted label of each position: [B, S].
+        tokens: tokens of a row in one tile.
+        loss: returns the loss of a tile from its logits and labels.
     """
 
     logits: DeferredLogits
@@ -221,7 +222,7 @@ class _Tiles:
         """Return the sum of the losses of all tiles."""
 
         def of_tile(hidden: Tensor, labels: Tensor) -> Tensor:
-            logits = head(hidden.view_as(hidden))  # layers that are split note on their input who reads it
+            logits = head(hidden.view_as(hidden))  # a new view, as split layers record their readers on it
             for step in self.logits.steps:
                 logits = step(logits)
             return self.loss(logits, labels)
@@ -243,7 +244,8 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _with_tiles(own: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a head that defers. A class and not a hook: where it defers, nothing is to be gathered."""
+    """Return a subclass of the head's class that defers. A hook would be too late: a deferred call must not
+    gather the parameters."""
 
     class Tiled(own):  # type: ignore[misc,valid-type]
         def __call__(self, x: Any, *args: Any, **keywords: Any) -> Any:
@@ -266,14 +268,14 @@ def _computed_dtype(x: Tensor) -> torch.dtype:
 
 
 def tile_loss(model: nn.Module, wanted: bool | None, *, shared: bool) -> TiledLoss | None:
-    """Compute the loss of a model in tiles, as the JSON says.
+    """Compute the loss of a model in tiles, as configured.
 
     Args:
-        wanted: null: where ranks share sequences and the model allows it.
-        shared: ranks share sequences.
+        wanted: the config's value; None: if sequences are sharded and the model allows it.
+        shared: sequences are sharded.
 
     Raises:
-        ConfigError: it is wanted and cannot be.
+        ConfigError: tiles are requested, but the model does not allow them.
     """
     if wanted is False or (wanted is None and not shared):
         return None

@@ -1,5 +1,6 @@
-"""The MLP of each block in tiles along the sequence: what it makes between its layers is there for one tile at a time,
-in forward and, computed again, in backward (Bekman et al. 2025, arXiv:2506.13996)."""
+"""The MLP of each block in tiles along the sequence (Bekman et al. 2025, arXiv:2506.13996).
+
+Its intermediate activations exist for one tile at a time: in forward and, recomputed, in backward."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from launcher.models.units import unit_modules
 
 NAMES = {"mlp", "feed_forward", "ffn", "ff"}
 WHERE = "tiled_mlp"
-TOKENS = 2048  # of a tile, or as many as it is wide: smaller ones take more time and hardly less memory
+TOKENS = 2048  # minimum per tile; the hidden size if larger. Smaller tiles cost time and save little memory
 
 
 class TiledMLPs:
-    """The MLPs of a model, in tiles.
+    """Computes the MLPs of a model in tiles.
 
     Args:
-        modules: each takes and gives [B, S, hidden], and looks at one token at a time.
+        modules: each maps [B, S, hidden] to [B, S, hidden], one token at a time.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -32,7 +33,7 @@ class TiledMLPs:
             module.__class__ = _with_tiles(own)
 
     def remove(self) -> None:
-        """Let them compute all tokens at once again."""
+        """Restore the original MLPs."""
         for module, own in self._own:
             module.__class__ = own
 
@@ -41,7 +42,7 @@ def tile_mlps(model: nn.Module) -> TiledMLPs:
     """Compute the MLPs of a model's blocks in tiles.
 
     Raises:
-        ConfigError: none is found. Layers of experts are none.
+        ConfigError: the blocks have no MLP (mixture-of-experts layers do not count).
     """
     found = [
         module
@@ -59,9 +60,9 @@ def tile_mlps(model: nn.Module) -> TiledMLPs:
 
 
 def _is_dense(module: nn.Module) -> bool:
-    """Return whether its parameters are those of linear layers, none of which is chosen by a router.
+    """Return whether all parameters belong to linear layers that no router selects.
 
-    One with parameters of its own may mix tokens with them (RWKV)."""
+    A module that owns parameters directly may mix tokens with them (RWKV)."""
     if any(list(one.parameters(recurse=False)) for one in module.modules() if list(one.children())):
         return False
     leaves = [child for child in module.modules() if not list(child.children())]
@@ -79,7 +80,7 @@ def _with_tiles(kind: type[nn.Module]) -> type[nn.Module]:
             own = super().forward
 
             def whole(tile: Tensor, *others: Any, **named: Any) -> Any:
-                # some layers view their input; a copy made before this function would be kept for backward
+                # some layers need contiguous input; a copy made outside of the checkpoint would be saved
                 return own(tile.contiguous(), *others, **named)
 
             if x.dim() != 3:
@@ -98,7 +99,7 @@ def _with_tiles(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _tile_of(inputs: Any, shape: torch.Size, tokens: slice) -> Any:
-    """Return a nest with the tokens of a tile in the place of all: also of what comes beside the input, a residual."""
+    """Return `inputs` with only the tokens of a tile, also in additional tensors such as a residual."""
 
     def of(one: Any) -> Any:
         of_tokens = isinstance(one, Tensor) and one.shape[:2] == shape[:2]

@@ -1,7 +1,7 @@
 """Ulysses: around attention, ranks exchange some tokens of all heads for all tokens of some heads, and back.
 
-Every rank gets as many query heads. Of key-value heads each rank gets those that its query heads read: where there are
-fewer of them than ranks, neighbours get the same one, and its gradient is summed."""
+Every rank gets the same number of query heads, and the key-value heads that they read. If there are fewer
+key-value heads than ranks, neighbouring ranks get the same one, and its gradients are summed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def query_heads(heads: int, ranks: int) -> Heads:
 
 
 def key_heads(heads: int, groups: int, ranks: int) -> Heads | None:
-    """Return the key-value heads that each rank's query heads read; None: they read unequal numbers of them, and keys
-    are to be repeated for each query head first.
+    """Return the key-value heads that each rank's query heads read. None if their numbers are unequal: keys
+    and values must then be repeated for each query head first.
 
     Args:
         heads, groups: query heads and key-value heads.
@@ -55,16 +55,16 @@ def to_tokens(x: Tensor, axis: Axis, heads: Heads) -> Tensor:
 
 
 def out_to_tokens(out: Tensor, lse: Tensor, axis: Axis, heads: Heads) -> Tensor:
-    """Return attention as the layer behind it wants it: [B, tokens of this rank, all heads, E].
+    """Return attention in the layout that the next layer expects: [B, tokens of this rank, all heads, E].
 
     [Note: Attention in backward]
-    The gradient of a score needs the product of `out` and its gradient, one number for each query and head. Where
-    attention is computed, `out` would be kept for that, beside the copy of it in this layout which the next layer
-    keeps. So the product is made here, and goes back as what it is: the gradient of the log-sum-exp, in which `out` is
-    divided by the sum of the weights.
+    The gradient of the scores needs the dot product of `out` and its gradient, one number per query and head.
+    If it were computed in the backward of attention, `out` would be saved there, in addition to the copy in
+    this layout that the next layer saves. So it is computed here and passed back as the gradient of the
+    log-sum-exp, by which `out` is normalized.
 
     Args:
-        out, lse: of the heads of this rank and the tokens of all ranks: [B, heads, S, E] and fp32 [B, heads, S].
+        out, lse: this rank's heads, all ranks' tokens: [B, heads, S, E] and fp32 [B, heads, S].
     """
     found: Tensor = _OutToTokens.apply(out, lse, axis, heads)  # type: ignore[no-untyped-call]
     return found
@@ -123,7 +123,7 @@ def _gather_tokens(x: Tensor, axis: Axis, heads: Heads) -> Tensor:
 
 
 def _gather_heads(x: Tensor, axis: Axis, heads: Heads, all_heads: int) -> Tensor:
-    """Return the tokens of this rank with all heads; a head that several ranks have is their sum."""
+    """Return the tokens of this rank with all heads; heads that several ranks have are summed."""
     parts = list(x.chunk(axis.degree, 2))
     shapes = [_with_heads(parts[axis.rank].shape, own) for own in heads]
     incoming = _exchanged(parts, shapes, axis)
@@ -136,9 +136,10 @@ def _gather_heads(x: Tensor, axis: Axis, heads: Heads, all_heads: int) -> Tensor
 
 
 def _exchanged(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: Axis) -> list[Tensor]:
-    """Send each rank its part, and return what all have sent: the own part as it is, the others of these shapes.
+    """Send each rank its part, and return the parts of these shapes received from all ranks.
 
-    Of the own part no copy is made, and those for the others are let go before the caller joins what came."""
+    This rank's own part is not copied, and send buffers are freed before the caller concatenates the
+    result."""
     mine, nothing = parts[axis.rank], parts[axis.rank].new_empty(0)
     outgoing = [nothing if rank == axis.rank else part.contiguous() for rank, part in enumerate(parts)]
     incoming = [nothing if rank == axis.rank else mine.new_empty(shape) for rank, shape in enumerate(shapes)]

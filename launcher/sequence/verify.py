@@ -1,7 +1,7 @@
-"""Before a model is trained: is the loss of a shared sequence that of a whole one?
+"""Verifies, before training, that the loss of a sharded sequence equals the loss of the full one.
 
-Layers that pass something else along the sequence than attention does (convolutions, state spaces) would compute on
-slices without an error. So the model itself is asked, with three short batches, once."""
+Layers other than attention that mix tokens (convolutions, state spaces) would compute on slices without an
+error. So the model is evaluated once, on three short batches."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from launcher.errors import LauncherError
 from launcher.sequence.apply import SharedModel
 from launcher.sequence.inputs import refused
 
-_SEED, _TOKENS = 20, 8  # of each rank
-_MOST = {2: 2e-3, 4: 1e-5, 8: 1e-5}  # of a loss, by bytes of a number: no rounding makes more
+_SEED, _TOKENS = 20, 8  # tokens per rank
+_MOST = {2: 2e-3, 4: 1e-5, 8: 1e-5}  # relative tolerance of the loss by itemsize: rounding errors stay below
 
 
 def verify(
     shared: SharedModel, loss_of: Callable[[dict[str, Tensor]], float], rows: int, dtype: torch.dtype
 ) -> None:
-    """Compare the two. Every rank must call it.
+    """Compare the losses on slices and on full sequences. Every rank must call it.
 
-    A model that differs on the padded batch alone takes others (`SharedModel.pads_alone`). One that differs on packed
-    documents lets them see each other where it has whole sequences (`SharedModel.mixes_documents`).
+    If only the padded batch differs, the model computes positions of its own for padded batches
+    (`SharedModel.pads_alone`). If packed documents differ, they attend to each other in full sequences
+    (`SharedModel.mixes_documents`).
 
     Args:
         loss_of: evaluates the model.
-        rows: of a batch.
-        dtype: in which the model computes.
+        rows: rows of a batch.
+        dtype: dtype of the model's computation.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the losses differ.
     """
     config: Any = shared.model.config.get_text_config()
     generator = torch.Generator().manual_seed(_SEED)
@@ -51,7 +52,7 @@ def verify(
         )
     kept = torch.ones_like(ids)
     kept[0, : length // 4] = 0
-    learned = torch.cat([torch.zeros_like(kept[:, :1]), kept[:, :-1]], 1)  # by a token that sees some key
+    learned = torch.cat([torch.zeros_like(kept[:, :1]), kept[:, :-1]], 1)  # the previous token sees a key
     labels = ids.masked_fill(learned * kept == 0, IGNORED)
     padded = {"input_ids": ids, "attention_mask": kept, "labels": labels}
     shared.pads_alone = not _is_near(*_losses(shared, loss_of, padded), dtype)
@@ -63,14 +64,14 @@ def verify(
 def _losses(
     shared: SharedModel, loss_of: Callable[[dict[str, Tensor]], float], batch: dict[str, Tensor]
 ) -> tuple[float, float]:
-    """Return the loss on slices and that of whole sequences."""
+    """Return the loss on slices and the loss on full sequences."""
     try:
         with shared.verified(active=True):
-            # stages learn for each order of the names what crosses between them, and here it is a slice
+            # pipeline stages cache boundary shapes per batch signature; reversed keys make one for slices
             found = loss_of(dict(reversed(batch.items())))
     except LauncherError:
         raise
-    except Exception as error:  # of the model's own code, which meets a slice where it thinks of a sequence
+    except Exception as error:  # from the model's own code, which expects a full sequence
         raise refused(
             shared.model, f"cannot compute a slice of a sequence ({type(error).__name__})"
         ) from error
