@@ -1,1 +1,1 @@
-"""The command `launch`, its subcommands, and the flags of recipes. Nothing here imports torch."""
+"""The `launch` command, its subcommands, and the flags of recipes. Nothing in this package imports torch."""

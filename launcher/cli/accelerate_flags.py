@@ -1,4 +1,4 @@
-"""The machine settings of accelerate's YAML, as flags of `launch`; flags that are written win."""
+"""Machine settings from accelerate's YAML as flags of `launch`; flags on the command line take precedence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from launcher.errors import ConfigError
 
 logger = logging.getLogger("launcher")
 RUNNERS = {"openmpi": "openmpi", "mvapich": "mpich", "pdsh": "pdsh"}
-"""deepspeed_multinode_launcher -> --launcher; with `standard` and `nossh` each node starts the same command."""
+"""deepspeed_multinode_launcher -> --launcher; `standard` and `nossh` run the same command on each node."""
 
 
 def take(flags: argparse.Namespace) -> None:
-    """Put the flags of a YAML where the command line has none, and say which."""
+    """Fill in flags that the command line does not set from the YAML, and log them."""
     tree = checked(flags.config)
     taken = {
         name: value
@@ -36,7 +36,11 @@ def _spelt(name: str, value: Any) -> str:
 
 
 def _flags_of(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Raises `ConfigError` where a number is none, or processes are not dealt out evenly."""
+    """Return the flags that the YAML sets.
+
+    Raises:
+        ConfigError: a value is not a whole number, or processes are not distributed evenly over the machines.
+    """
     nodes, ranks = _whole(tree, "num_machines", path) or 1, _whole(tree, "num_processes", path)
     check_size(nodes, ranks or nodes, path)
     if ranks is not None and ranks % nodes:
@@ -89,7 +93,7 @@ def _switch(tree: Mapping[str, Any], key: str, path: str) -> bool:
 
 def _whole(tree: Mapping[str, Any], key: str, path: str) -> int | None:
     value = tree.get(key)
-    if value is None or value == -1:  # accelerate's word for "not said"
+    if value is None or value == -1:  # accelerate's value for "not set"
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 10**LONGEST_COUNT:
         raise ConfigError(f"{key} is {show(value)}", where=path, fix="write a whole number")
@@ -97,7 +101,7 @@ def _whole(tree: Mapping[str, Any], key: str, path: str) -> int | None:
 
 
 def variables(path: str) -> dict[str, str]:
-    """Return what accelerate's own launcher would tell the processes besides the JSON."""
+    """Return the environment variables that accelerate's own launcher would set in addition to the JSON."""
     tree = checked(path)
     section = tree.get("deepspeed_config") or {}
     found = {"ACCELERATE_MIXED_PRECISION": precision_of(tree)}

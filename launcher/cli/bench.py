@@ -1,4 +1,4 @@
-"""`launch bench`: how fast a directory is, and the `aio` section that is best for it; how fast devices are."""
+"""`launch bench`: measures a directory's I/O speed, to choose an `aio` section, and the speed of devices."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def bench(argv: Sequence[str]) -> int:
 
 
 def _device(ranks: int, out: str | None) -> int:
-    """Run the measurement on that many ranks of this machine."""
+    """Run the device benchmark on `ranks` ranks of this machine."""
     with tempfile.TemporaryDirectory() as directory:
         row = Path(directory, "device.json")
         launch = [sys.executable, "-m", "launcher.cli.main", "--num_gpus", str(ranks), "--quiet"]
@@ -116,7 +116,7 @@ def _write(out: str | None, text: str) -> None:
 
 
 def _show(console: Console, title: str, rows: list[IoMeasurement], chosen: IoMeasurement) -> None:
-    """Print the table: MB/s, and the percentage of what the disk can do (the first row)."""
+    """Print a table of MB/s and the percentage of the disk's own throughput (the first row)."""
     from rich.table import Table
 
     disk, *settings = rows

@@ -1,4 +1,4 @@
-"""`launch calibrate`: a device's row for `launch plan`, from the times of a run."""
+"""`launch calibrate`: a device's row for `launch plan`, from the measured step times of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ examples:
   launch calibrate runs/run --gpu h100 --out h100-here.json
   launch plan --model ./my-model --num-gpus 64 --gpu h100-here.json
 """
-LEAST, MOST = 1e-6, 1e3  # of the shares that the row has
+LEAST, MOST = 1e-6, 1e3  # range of the factor that scales the row's shares
 
 
 def calibrate_parser() -> FlagParser:
@@ -46,11 +46,11 @@ def calibrate_parser() -> FlagParser:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run, and how long its steps took.
+    """A finished run and its measured step time.
 
     Args:
-        work: of its model.
-        seconds: of a step, the median without the first ones.
+        work: the work of its model.
+        seconds: median step time without the warmup steps.
     """
 
     layout: Layout
@@ -58,7 +58,7 @@ class MeasuredRun:
     seconds: float
 
     def predicted(self, kind: Device, per_node: int) -> float:
-        """Return the seconds of a step as the planner predicts them; `per_node`: ranks of a node."""
+        """Return the step time in seconds that the planner predicts, with `per_node` ranks per node."""
         from launcher.plan.speed import step_time
 
         return step_time(self.work, self.layout, kind, per_node, exact=True).total
@@ -91,11 +91,11 @@ def calibrate(argv: Sequence[str]) -> int:
 
 
 def calibrated(row: dict[str, Any], run: MeasuredRun, per_node: int) -> dict[str, Any]:
-    """Return the row of a device with which the steps of a run are predicted right.
+    """Return the device's row scaled so that the predicted step time matches the run's.
 
     Args:
-        row: to begin with.
-        per_node: ranks of a node.
+        row: the row to start from.
+        per_node: ranks per node.
 
     Raises:
         ConfigError: no share of the peaks is large enough.
@@ -118,10 +118,10 @@ def calibrated(row: dict[str, Any], run: MeasuredRun, per_node: int) -> dict[str
 
 
 def measured_run(directory: Path) -> MeasuredRun:
-    """Read what a recipe left.
+    """Read the files of a recipe's output directory.
 
     Raises:
-        ConfigError: it is no such directory, or the run has not ended or was too short.
+        ConfigError: `directory` is not such a directory, or the run has not ended or was too short.
     """
     fix = "name the output directory of a recipe's run that has ended"
     text = {
@@ -159,10 +159,10 @@ def measured_run(directory: Path) -> MeasuredRun:
 
 
 def _solved(seconds_with: Callable[[float], float], seconds: float) -> float:
-    """Return by what the shares must be multiplied for a step that takes `seconds`.
+    """Return the factor for the shares with which a step is predicted to take `seconds`.
 
     Raises:
-        ConfigError: no share is large enough: what is sent takes longer by itself.
+        ConfigError: no factor is large enough, because communication alone takes longer than `seconds`.
     """
     least, most = LEAST, MOST
     if seconds_with(most) > seconds:

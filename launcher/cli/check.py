@@ -1,4 +1,4 @@
-"""`launch check`: what becomes of every key of a JSON, without GPUs and without torch."""
+"""`launch check`: reports how every key of a JSON is handled, without GPUs and without torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Ends with 0 when the file can be used as it is, else with 1. docs/config.md desc
 
 
 def check_parser() -> FlagParser:
-    """The parser of `launch check`."""
+    """Return the parser of `launch check`."""
     parser = FlagParser(
         prog="launch check",
         description=DESCRIPTION,
@@ -82,7 +82,7 @@ def check(argv: Sequence[str]) -> int:
 
 
 def _fit(examined: Examined, ranks: int | None) -> tuple[str | None, int | None]:
-    """(why the configuration does not fit so many ranks, its data-parallel ranks); None for what is not known."""
+    """Return (why the configuration does not fit `ranks`, its data-parallel degree); None where unknown."""
     if examined.config is None or ranks is None:
         return None, None
     try:
@@ -93,8 +93,7 @@ def _fit(examined: Examined, ranks: int | None) -> tuple[str | None, int | None]
 
 
 def _batch_problem(config: Config, dp_degree: int) -> str | None:
-    """Why the batch equation does not hold on so many data-parallel ranks; None when it does, or when the run has a
-    say in it."""
+    """Return why the batch equation does not hold for `dp_degree`; None if it holds or is not yet known."""
     from launcher.config.problems import ConfigProblems
     from launcher.config.ranks import BATCH_KEYS
     from launcher.config.verdicts import solved_batch
@@ -112,7 +111,7 @@ def _batch_problem(config: Config, dp_degree: int) -> str | None:
 
 
 def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
-    """Print what a reader has to know in rows, and below it the keys that are used as they are written."""
+    """Print one row for each key that needs an explanation, then the keys that are used as written."""
     from launcher.config.problems import dotted
     from launcher.config.verdicts import count
 
@@ -158,7 +157,7 @@ def _explain(console: Console, examined: Examined, dp_degree: int | None) -> Non
 
 
 def _migrate(console: Console, out: Path, examined: Examined) -> None:
-    """Writes the converted JSON; never over a file that is there, and never where something of it would be lost."""
+    """Write the converted JSON, unless the file exists or the conversion would lose a key."""
     text = json.dumps(_whole_numbers(examined.document.tree), indent=2, ensure_ascii=False) + "\n"
     lost = _lost(examined, text)
     if lost:
@@ -177,7 +176,7 @@ def _migrate(console: Console, out: Path, examined: Examined) -> None:
 
 
 def _lost(examined: Examined, text: str) -> list[str]:
-    """Keys that were not read, and those that are refused as they are and would not be in the new text."""
+    """Return the keys that were not read, and refused keys that would be missing from the new text."""
     from launcher.config.problems import dotted
     from launcher.config.reader import read_text
     from launcher.config.root import inspect
@@ -193,7 +192,7 @@ def _lost(examined: Examined, text: str) -> list[str]:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """5e8 as 500000000, which every reader takes where a whole number is asked for; infinity as null."""
+    """Replace floats such as 5e8 by integers, which all readers accept as integers, and infinity by null."""
     if isinstance(value, dict):
         return {key: _whole_numbers(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""`launch inspect`, `launch export` and `launch import`: what a checkpoint holds, and other formats of it."""
+"""`launch inspect`, `launch export` and `launch import`: inspect checkpoints and convert their formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("universal", "deepspeed", "megatron", "hf", "fp32")
 OF_FORMAT = {"stage": "deepspeed", "ranks": "deepspeed", "dtype": "hf"}
-"""Flag -> the format that it belongs to."""
+"""Flag -> the only format that it applies to."""
 INSPECT = """\
 Shows what a directory of checkpoints holds: launcher's own, DeepSpeed's, Megatron-Core's, torchtitan's, or those of
 other programs of FSDP2. Nothing is changed, and no code of the files runs."""
@@ -210,7 +210,7 @@ def _export_state(flags: Any) -> None:
 
 
 def _not_written(stored: SourceCheckpoint, *, universal: bool) -> list[str]:
-    """Return what DeepSpeed's files do not take along."""
+    """Return a line for each part of the state that DeepSpeed's files cannot hold."""
     lines = []
     counts = [{stored.steps.get(name, 0.0) for name in names} for names in stored.groups]
     if not universal and any(len(of_group) > 1 for of_group in counts):
@@ -246,7 +246,7 @@ def _model(parser: FlagParser, which: str) -> None:
 
 
 def _opened(flags: Any) -> SourceCheckpoint:
-    """Return the checkpoint that was named. `--model` says what the parameters of Megatron-Core and torchtitan are."""
+    """Open the checkpoint; those of Megatron-Core and torchtitan need `--model` to map parameter names."""
     from launcher.checkpoint.megatron.opened import directory_of
     from launcher.checkpoint.source import SourceCheckpoint
 
@@ -266,7 +266,7 @@ def _opened(flags: Any) -> SourceCheckpoint:
 
 
 def _of_torchtitan(directory: Path, tag: str | None) -> Path | None:
-    """Return a checkpoint of torchtitan; None: it is another's, or there is none."""
+    """Return the path of the checkpoint if torchtitan wrote it; else, or if there is none, None."""
     from launcher.checkpoint import tags
     from launcher.checkpoint.formats import is_torchtitan
 
@@ -293,7 +293,7 @@ def _check_model_is_needed(flags: Any) -> None:
 
 
 def _chosen(flags: Any) -> tuple[Path, str | None]:
-    """Return the directory of checkpoints and the tag. The directory of one checkpoint may be named, too."""
+    """Return the directory of checkpoints and the tag. DIRECTORY may also be that of a single checkpoint."""
     from launcher.checkpoint.names import META_FILE
     from launcher.checkpoint.store import has_latest
     from launcher.checkpoint.tags import is_foreign

@@ -1,6 +1,6 @@
-"""Command-line flags: dashes and underscores alike, and errors that name the nearest flag.
+"""Command-line flags: dashes and underscores are interchangeable, and errors name the nearest flag.
 
-Used by `launch` itself and by recipes. Imports nothing heavy, so that a wrong flag is answered at once.
+Used by `launch` itself and by recipes. Imports nothing heavy, so that a wrong flag is reported immediately.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, NoReturn
 from launcher.errors import ConfigError, shortened
 from launcher.sizes import bytes_of
 
-LONGEST_COUNT = 18  # digits: what fits in 64 bits
+LONGEST_COUNT = 18  # digits that always fit in 64 bits
 
 
 class FlagParser(argparse.ArgumentParser):
     """An `argparse.ArgumentParser` for which `--max-steps` and `--max_steps` are one flag.
 
-    The spelling given to `add_argument` is the one shown by `--help`. Abbreviations are not accepted, and
-    a mistake raises `ConfigError` (which `launch` prints without a traceback) instead of ending the process.
+    `--help` shows the spelling given to `add_argument`. Abbreviations are not accepted, and a mistake raises
+    `ConfigError` (which `launch` prints without a traceback) instead of exiting the process.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kept = {"formatter_class": argparse.RawDescriptionHelpFormatter}  # lines of descriptions and examples
+        kept = {"formatter_class": argparse.RawDescriptionHelpFormatter}  # keeps line breaks in help texts
         super().__init__(*args, **{**kept, **kwargs, "allow_abbrev": False})
 
     def known_flags(self) -> dict[str, argparse.Action]:
@@ -34,7 +34,7 @@ class FlagParser(argparse.ArgumentParser):
         return dict(self._option_string_actions)
 
     def canonical(self, token: str) -> str:
-        """Return `--max-steps=3` as this parser spells it; a token that is not a known flag is returned unchanged."""
+        """Return `--max-steps=3` in this parser's spelling; other tokens than known flags are unchanged."""
         if not token.startswith("--"):
             return token
         name, equals, value = token.partition("=")
@@ -52,14 +52,14 @@ class FlagParser(argparse.ArgumentParser):
             name, _, value = token.partition("=")
             if (
                 value == "--" and name in self._option_string_actions
-            ):  # argparse would take it for no value at all
+            ):  # argparse would treat it as a missing value
                 self.error(f"argument {name}: -- is not a value")
         return super().parse_known_args(tokens, namespace)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse, or raise `ConfigError` naming the first unknown flag and the nearest known one."""
+        """Parse `args`, or raise `ConfigError` naming the first unknown flag and the nearest known one."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown[0])
@@ -69,8 +69,8 @@ class FlagParser(argparse.ArgumentParser):
         """Raise the error for a token that this parser does not know.
 
         Args:
-            token: what was typed.
-            hint: what to do instead, where the caller knows better than "see --help".
+            token: the token as typed.
+            hint: what to do instead, if the caller has better advice than "see --help".
         """
         kind = "unknown flag" if token.startswith("-") else "unexpected argument"
         fix = hint or self._nearest(token) or f"see `{self.prog} --help`"
@@ -100,14 +100,14 @@ def add_model_and_ranks(parser: FlagParser, *, ranks_needed: bool = False) -> No
 
 
 def slots_of(hostfile: str) -> list[int]:
-    """Return the ranks of each host of a file."""
+    """Return the number of slots (ranks) of each host in a hostfile."""
     from launcher.cluster.hostfile import read_hostfile
 
     return [len(host.slots) for host in read_hostfile(hostfile)]
 
 
 def value_of(tokens: Sequence[str], flag: str) -> str | None:
-    """Return the last value of `flag` among tokens that another parser owns; None where it is not there.
+    """Return the last value of `flag` among tokens of another parser; None if the flag is absent.
 
     Args:
         tokens: the recipe's arguments.
@@ -126,7 +126,7 @@ def value_of(tokens: Sequence[str], flag: str) -> str | None:
 
 
 def without(tokens: Sequence[str], *flags: str) -> list[str]:
-    """Return the tokens without these flags, which all take a value, and without their values."""
+    """Return the tokens without these flags and their values. All of these flags must take a value."""
     kept: list[str] = []
     skip = False
     for token in tokens:
@@ -167,10 +167,10 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
 
 
 def check_adapter_flags(flags: argparse.Namespace) -> None:
-    """Refuse --lora-targets without --lora.
+    """Check that --lora-targets is used only together with --lora.
 
     Raises:
-        ConfigError: there is no rank.
+        ConfigError: --lora-targets is given and --lora is not.
     """
     if flags.lora_targets and not flags.lora:
         fix = "give the rank of the adapters, too: --lora 16"
@@ -214,31 +214,31 @@ def add_reserve(parser: argparse.ArgumentParser) -> None:
 
 
 def named(text: str) -> str:
-    """Return the type of an argument that names a place, which an unset variable of a shell does not."""
+    """Parse a non-empty path; an unset shell variable gives an empty one."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
     return text
 
 
 def positive(text: str) -> int:
-    """Return the type of a flag that counts: a whole number from 1."""
+    """Parse an integer of at least 1."""
     return _whole(text, 1)
 
 
 def whole(text: str) -> int:
-    """Return the type of a flag that counts what there may be none of: a whole number from 0."""
+    """Parse an integer of at least 0."""
     return _whole(text, 0)
 
 
 def _whole(text: str, least: int) -> int:
-    # Longer numbers are no count of anything, and Python takes long to read them.
+    # No sensible count has more digits, and Python takes long to parse very long numbers.
     if not (text.isascii() and text.isdecimal() and len(text) <= LONGEST_COUNT and int(text) >= least):
         raise argparse.ArgumentTypeError(f"needs a whole number of at least {least}, not {shown(text)}")
     return int(text)
 
 
 def number(text: str) -> float:
-    """Return the type of a flag that is a finite number from 0: 3e-4."""
+    """Parse a finite number of at least 0, such as 3e-4."""
     try:
         found = float(text)
     except ValueError:
@@ -275,12 +275,12 @@ def _share(text: str) -> float:
 
 
 def shown(text: str) -> str:
-    """Return what was typed, for a message: quoted, escaped and shortened."""
+    """Return the typed text for a message: quoted, escaped and shortened."""
     return repr(text if len(text) <= 60 else f"{text[:50]}...")
 
 
 def size(text: str) -> int:
-    """Return the type of a flag that is a number of bytes: 512M, 80GiB."""
+    """Parse a number of bytes, such as 512M or 80GiB."""
     try:
         found = bytes_of(text)
     except ValueError as error:

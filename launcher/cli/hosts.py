@@ -1,4 +1,4 @@
-"""`launch report` and `launch ssh`: what all hosts are like, and a command on all of them."""
+"""`launch report` and `launch ssh`: a report about all hosts, and a shell command on all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = ("host", "python", "executable", "cores", "memory", "gpus", "mask", "addr
 
 
 def report(argv: Sequence[str]) -> int:
-    """Run `launch report [launcher flags]`: print a table of every host; return 1 if one does not answer."""
+    """Run `launch report [launcher flags]`: print a table for every host; return 1 if one does not answer."""
     if {"-h", "--help"} & {*argv}:
         print(REPORT_HELP)
         return 0
@@ -48,10 +48,12 @@ def report(argv: Sequence[str]) -> int:
 
 
 def ssh(argv: Sequence[str]) -> int:
-    """Run `launch ssh [launcher flags] COMMAND`: a shell command on every host at once, lines behind its name.
+    """Run `launch ssh [launcher flags] COMMAND`: a shell command on all hosts in parallel.
+
+    Each output line is prefixed with the host's name.
 
     Returns:
-        0, or the largest exit code.
+        the largest exit code.
     """
     own, words = split_argv(launch_parser(), argv)
     if {"-h", "--help"} & {*own, *words[:1]}:
@@ -65,7 +67,7 @@ def ssh(argv: Sequence[str]) -> int:
 
 
 def _job(argv: Sequence[str]) -> Job:
-    """Return the hosts that the launcher's flags name; nothing is run on them."""
+    """Return a job with the hosts that the launcher's flags select, without starting anything on them."""
     flags = launch_parser().parse_args([*argv, "--no_python"])
     return Job(RunRequest(flags, ["true"]), flags, None, None)
 

@@ -1,4 +1,4 @@
-"""The environment for scripts of Hugging Face's libraries: `import deepspeed` is ours, and the JSON."""
+"""Environment for scripts that use Hugging Face libraries: the `import deepspeed` shim and the JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def variables(config: str | None) -> dict[str, str]:
     """Return the variables for the ranks of a script.
 
     Args:
-        config: `--config` of launch, if it was given: accelerate takes it for a script that names no JSON itself.
+        config: `--config` of launch, if given; accelerate uses it for scripts that do not pass a JSON.
 
     Raises:
-        ConfigError: ACCELERATE_USE_CPU is set: with it accelerate trains without any engine, and says nothing.
+        ConfigError: ACCELERATE_USE_CPU is set, which makes accelerate silently train without any engine.
     """
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES:
         raise ConfigError(
@@ -38,5 +38,5 @@ def variables(config: str | None) -> dict[str, str]:
 
 
 def _plain(config: str) -> str:
-    """Return the JSON in base64: without comments, for accelerate reads it with Python's json."""
+    """Return the JSON in base64, without comments because accelerate parses it with Python's `json`."""
     return in_base64({"zero_optimization": {"stage": 0}, **read(config).tree})

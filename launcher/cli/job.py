@@ -1,4 +1,4 @@
-"""The way from the command line to a front end: the hosts, how each is reached, and what its agent is told."""
+"""`Job`: builds a front end from the command line: the hosts, how to reach them, and agents' settings."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ if TYPE_CHECKING:
     from launcher.config import Config
 
 JOIN_S = 600.0
-"""Seconds to wait for nodes that join by themselves."""
+"""Seconds to wait for nodes that join on their own (`--no_ssh`)."""
 RETURN_BEATS = 15
-"""The same in heartbeats, for a restart that can go on without them."""
+"""Heartbeats to wait for such nodes in a restart, which can continue without them."""
 logger = logging.getLogger("launcher")
 
 
 @dataclass
 class Job:
-    """A run as it was asked for.
+    """A run as requested on the command line.
 
     Args:
         run: the recipe or script.
-        flags: the launcher's.
-        config: the JSON, found right; None where none is named.
-        source: what the ranks read: the JSON's absolute path, or its text in base64.
+        flags: the launcher's flags.
+        config: the validated JSON; None without `--config`.
+        source: the configuration for the ranks: the JSON's absolute path, or its text in base64.
     """
 
     run: RunRequest
@@ -69,20 +69,20 @@ class Job:
     config: Config | None
     source: str | None
     hosts: list[Host] = field(default_factory=list)
-    """Hosts without slots use all devices that are found there."""
+    """Hosts without slots use all devices found on them."""
     asked: dict[str, str] = field(default_factory=dict)
-    """Variables that the user asked for, for all nodes."""
+    """Environment variables that the user exports to all nodes."""
 
     sync_manifest: SyncManifest | None = None
-    """The files that `--sync` ships."""
+    """The files that `--sync` copies to the nodes."""
 
     output_dir: Path | None = None
-    """The run's directory, once it is made."""
+    """The run's directory, once it has been created."""
 
     ray: RayNodes | None = field(init=False)
 
     id: str = field(default_factory=lambda: os.environ.get(RUN) or uuid.uuid4().hex)
-    """The same for all ranks, in all attempts, and for all replicas."""
+    """Identical on all ranks, in all attempts and all replicas."""
 
     def __post_init__(self) -> None:
         flags = self.flags
@@ -91,7 +91,7 @@ class Job:
         self.device = (self.run.is_ours and value_of(self.run.arguments, "--device")) or flags.device
         self.ray = _nodes_of_ray(flags, self.device) if self.runner == "ray" else None
         self.hosts = hosts_of(flags, self.runner) if self.ray is None else self.ray.hosts
-        # Which slots a host without a hostfile has is seen there.
+        # Without a hostfile, the slots of a host are known only once its agent has reported them.
         self.late_choice = not self.hosts[0].slots
         if not self.late_choice:
             self.hosts = selected(self.hosts, flags)
@@ -104,7 +104,7 @@ class Job:
         if flags.sync is not None:
             self.sync_manifest = pack(files, flags.sync or None, os.getcwd())
         needs = files if self.sync_manifest is None else []
-        if self.run.is_ours:  # a recipe comes with the package
+        if self.run.is_ours:  # a recipe is part of the package
             needs = [self.run.target, *needs]
         self.needs = {path: facts.digest(Path(path)) for path in needs}
 
@@ -132,7 +132,7 @@ class Job:
         if flags.no_ssh:
             addr, port = joining_place(flags)
             meeting = RendezvousOptions(addr, None)
-            if len(nodes) > 1:  # nobody comes to a node that is alone
+            if len(nodes) > 1:  # a single node has no others to admit
                 admit = join.JoinServer(addr, port, joining_token(flags)).admit
         return FrontEnd(
             NodeGroup(nodes, self.timeouts, admit),
@@ -154,7 +154,7 @@ class Job:
         return Node(host, index, self.command(host), dials=dials, here=here)
 
     def command(self, host: Host) -> list[str]:
-        """Return what is run on this machine to start the agent of a host."""
+        """Return the command that starts the agent of a host from this machine."""
         if self.is_here(host):
             return runners.HERE.command(host, self._settings())
         if self.flags.no_ssh:
@@ -162,7 +162,7 @@ class Job:
         return runners.command(self.runner, host, self._settings())
 
     def shell_command(self, host: Host, line: str) -> list[str]:
-        """Return what is run on this machine for a line of shell on a host."""
+        """Return the command that runs a shell line on a host from this machine."""
         if self.is_here(host):
             return ["sh", "-c", line]
         return [*runners.command("ssh", host, self._settings())[:-1], line]
@@ -179,7 +179,7 @@ class Job:
 
     def hello(self, node: Node) -> Message:
         """Return the first message to an agent."""
-        # A node that comes by itself has its own variables.
+        # A node that joins on its own has its own environment.
         own = self.is_here(node.host) or self.flags.no_ssh
         told = self.asked if own else {**environment.passed_on(os.environ), **self.asked}
         kept = secrets_of(told) if self._travels_open(node) else {}
@@ -194,14 +194,13 @@ class Job:
             "path": [str(PACKAGE.parent)],
             "needs": list(self.needs),
             "count_gpus": self.device != "cpu",
-            # A front end on the same machine may be stopped by Ctrl-Z; that it has died the pipe tells.
+            # A front end on the same machine may be suspended by Ctrl-Z; if it dies, the pipe closes.
             "silence_s": 1e9 if node.here else self.timeouts.silence_s,
             "beat_s": self.timeouts.beat_s,
         }
 
     def _travels_open(self, node: Node) -> bool:
-        """Return whether what an agent is told can be read on its way: on a TCP connection, which is signed and no
-        more."""
+        """Return whether messages to the agent are readable in transit: TCP is signed but not encrypted."""
         return not node.here and (self.flags.no_ssh or node.dials)
 
     def _ship(self, node_group: NodeGroup, look_up: Callable[[], None]) -> None:
@@ -209,40 +208,40 @@ class Job:
         sync.ship(node_group, self.sync_manifest, look_up)
 
     def there(self, node: Node, path: str) -> str:
-        """Return the path at which a node finds a file that is named here."""
+        """Return the path on a node of a file that has the path `path` on this machine."""
         place = self.sync_manifest.places.get(path) if self.sync_manifest is not None else None
         return path if place is None else f"{node.copy}/{place}"
 
     def assign_shares(self, front_end: FrontEnd) -> list[NodeSpec]:
-        """Return the shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
+        """Return the share of each ready node; also sets how `front_end` labels the ranks in its output.
 
         Raises:
-            ConfigError: more ranks than devices, or degrees that do not make the number of ranks.
+            ConfigError: more ranks than devices, or degrees whose product does not match the number of ranks.
         """
         return shares.deal(self, front_end)
 
     def judge(self, nodes: Sequence[Node]) -> None:
-        """Raise `ConfigError` where a node is not ready."""
+        """Raise `ConfigError` if a node is not ready."""
         preflight.judge(nodes, preflight.NodeRequirements(self.needs, self.device, compare=len(nodes) > 1))
 
     def _files(self) -> list[str]:
-        """Return the absolute paths of the script and the configuration, where they are files of the user's."""
+        """Return the absolute paths of the user's script and configuration file, if any."""
         files = [self.run.target] if self.run.kind == "script" and not self.run.is_ours else []
         if self.source is not None and os.path.isabs(self.source):
             files.append(self.source)
         return files
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine, which needs no ssh."""
+        """Return whether a host is this machine, which is reached without ssh."""
         if self.flags.no_ssh:
             return host == self.hosts[0]
-        if self.ray is not None:  # which knows what else runs here
+        if self.ray is not None:  # Ray tracks what else runs on this machine
             return False
         return not self.flags.force_multi and host.name in (THIS_MACHINE, "127.0.0.1", socket.gethostname())
 
 
 def _nodes_of_ray(flags: argparse.Namespace, device: str | None) -> RayNodes:
-    """Return the nodes that Ray gives for these flags."""
+    """Return the nodes that Ray allocates for these flags."""
     for name in ("hostfile", "include", "exclude", "no_ssh", "launcher_args", "ssh_port"):
         if getattr(flags, name):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The flags of `launch` itself, named as DeepSpeed's launcher names them, and where they end."""
+"""The flags of `launch` itself, named as in DeepSpeed's launcher, and the split of the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.cli.recipes import recipe_names
 from launcher.cluster.hostfile import MOST_NODES
 from launcher.errors import ConfigError, printable
 
-# DeepSpeed's flags that are known, and refused.
+# DeepSpeed's flags that are recognized but refused.
 NOT_THERE_YET = {
     "autotuning": "{tune,run}",
     "save_pid": None,
@@ -34,7 +34,7 @@ PEERS = {
     "cpu": "write --device cpu",
     "standalone": "leave it out: without --hostfile only this machine is used",
 }
-"""Flags of torchrun, accelerate and the like -> what to write here."""
+"""Flags of torchrun, accelerate and similar launchers -> what to write instead."""
 
 EPILOG = """\
 examples:
@@ -64,7 +64,7 @@ Dashes and underscores are the same: --num-gpus is --num_gpus.
 
 
 def launch_parser() -> FlagParser:
-    """Return the parser of everything that stands before the recipe's name."""
+    """Return the parser of the flags before the recipe's name."""
     parser = FlagParser(
         prog="launch",
         usage="launch [flags] --config DS.json [pretrain | finetune | RECIPE.py | SCRIPT.py] [its flags]\n"
@@ -175,7 +175,7 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument("--node_rank", type=whole, metavar="R", help="which node this is, from 0")
     hosts.add_argument(
         "--no_ssh_check", action="store_true", help=argparse.SUPPRESS
-    )  # nodes are checked as they start
+    )  # accepted and ignored: nodes are checked as they start
     hosts.add_argument(
         "--node_timeout",
         type=_seconds,
@@ -294,13 +294,13 @@ def _add_output_flags(parser: FlagParser) -> None:
 
 
 def split_argv(parser: FlagParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut the command line where the recipe's name stands.
+    """Split the command line at the recipe's name.
 
     Returns:
-        the launcher's tokens, and the recipe's name with its own tokens (empty where none is named).
+        the launcher's tokens, and the recipe's name followed by its own tokens (empty if there is no name).
 
     Raises:
-        ConfigError: a flag before the name that the launcher does not know.
+        ConfigError: an unknown flag before the name.
     """
     known = parser.known_flags()
     position = 0
@@ -332,7 +332,7 @@ def _refuse_flag(parser: FlagParser, name: str) -> None:
 
 
 def refuse_unsupported(flags: argparse.Namespace) -> None:
-    """Raise `ConfigError` for a flag that is known but cannot be honoured by this version."""
+    """Raise `ConfigError` for flags that are recognized but not implemented in this version."""
     for name in NOT_THERE_YET:
         if getattr(flags, name):
             raise ConfigError(f"--{name} is not implemented yet", fix="leave it out")
@@ -348,7 +348,7 @@ def _nodes(text: str) -> int:
 
 def _address(text: str) -> str:
     try:
-        text.encode("idna")  # as sockets do it
+        text.encode("idna")  # as `socket` does
     except UnicodeError:
         text = ""
     if not text or printable(text) != text:

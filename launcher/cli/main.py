@@ -1,6 +1,6 @@
 """The `launch` command: check everything that can be checked, then start the ranks.
 
-Nothing here imports torch, so that `--help` and every mistake are answered at once, and ranks start at once.
+Nothing here imports torch, so that `--help` and errors are printed immediately and ranks start without delay.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ logger = logging.getLogger("launcher")
 
 
 def command() -> NoReturn:
-    """Run the command `launch`: `main`, and a quick end; taking torch apart takes seconds on a busy machine."""
+    """Run `main` and exit without interpreter teardown, which takes seconds if torch has been imported."""
     if _subcommand(sys.argv[1:]):
-        gc.disable()  # they answer and end: a fifth of the time of large imports is a search for garbage
+        gc.disable()  # subcommands are short-lived, and collection is a fifth of the time of large imports
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # `launch ... | head` has read enough
+    except BrokenPipeError:  # `launch ... | head` has closed the pipe
         code = 128 + signal.SIGPIPE
     sys.stderr.flush()
     os._exit(code)
@@ -48,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `launch`.
 
     Args:
-        argv: the arguments; None takes those of the process.
+        argv: the arguments; None uses those of the process.
 
     Returns:
-        0; 2 for a mistake in flags or configuration (`launch check`: 1 when it refuses the JSON); else how the run
-        ended (128 + n for signal n).
+        0; 2 for a mistake in flags or configuration (`launch check`: 1 when it refuses the JSON); else the
+        exit code of the run (128 + n for signal n).
     """
     hide_inherited(os.environ)
     try:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_error(text: str) -> None:
-    """Print `error: TEXT` to stderr, the first word red on a terminal."""
+    """Print `error: TEXT` to stderr, with the first word in red on a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -102,12 +102,12 @@ def _launch(argv: list[str]) -> int:
     said = check_flags(Path(run.target), run.arguments) if run.is_ours else None
     config = _checked_config(flags.config, needed=run.is_ours)
     if config is not None and config.comet.api_key:
-        # In base64 it is the text of the JSON.
+        # A `--config` that is not a file is the JSON in base64, which contains the key as well.
         hide([config.comet.api_key, *([] if os.path.exists(flags.config) else [flags.config])])
     if config is not None and said is not None:
         from launcher.config.resolve import complete, flags_for_json
 
-        complete(config, flags_for_json(said))  # the ranks do it again: this time is for the answer
+        complete(config, flags_for_json(said))  # the ranks do this again; here it reports errors early
         if flags.hostfile is None and flags.submit is None:
             _check_trackers(config)
         if said.output_dir and flags.submit is None and not flags.dry_run and REPLICA not in os.environ:
@@ -143,7 +143,7 @@ def _launch(argv: list[str]) -> int:
                 logger.info("a page of this run: %s", page)
         except (ConfigError, OSError) as error:
             logger.warning("the page of this run was not written: %s", error)
-    if outcome.saved:  # as it was asked to: no error
+    if outcome.saved:  # stopped on request: not an error
         print(printable(masked(f"launch: {outcome.message}")), file=sys.stderr)
     elif outcome.message:
         print_error(outcome.message)
@@ -151,10 +151,10 @@ def _launch(argv: list[str]) -> int:
 
 
 def _check_trackers(config: Config) -> None:
-    """Refuse trackers whose packages are not here before ranks start, all of them at once.
+    """Check before ranks start that the packages of all enabled trackers are installed.
 
     Raises:
-        ConfigError: some are not installed.
+        ConfigError: some are not installed; the message names all of them.
     """
     from launcher.config.monitor import PACKAGES, is_installed
 
@@ -170,7 +170,7 @@ def _check_trackers(config: Config) -> None:
 
 
 def _join(flags: argparse.Namespace) -> NoReturn:
-    """Act as a node of a run whose front end is on node 0."""
+    """Serve as a node of a run whose front end is on node 0."""
     from launcher.cli.job import JOIN_S
     from launcher.cli.request import joining_place, joining_token
     from launcher.cluster import environment, handshake, join
@@ -182,7 +182,7 @@ def _join(flags: argparse.Namespace) -> NoReturn:
 
 
 def _checked_config(path: str | None, *, needed: bool) -> Config | None:
-    """Return the configuration, read and found right; None when none is named, and none is needed."""
+    """Return the validated configuration; None if none is given and none is needed."""
     if path is None:
         if needed:
             raise ConfigError(
@@ -203,7 +203,7 @@ def _checked_config(path: str | None, *, needed: bool) -> Config | None:
 
 
 def _find_config(flags: argparse.Namespace) -> None:
-    """Put an example's path in the place of its name, and say so."""
+    """Replace the name of an example configuration by its path, and log it."""
     if flags.config is not None:
         flags.config, found = find_config(flags.config)
         if found:
@@ -211,7 +211,7 @@ def _find_config(flags: argparse.Namespace) -> None:
 
 
 def _is_yaml(path: str | None) -> bool:
-    """Return whether it is accelerate's configuration, and not a JSON."""
+    """Return whether the configuration is accelerate's YAML rather than a JSON."""
     if path is None:
         return False
     from launcher.config.source import is_yaml
@@ -220,16 +220,16 @@ def _is_yaml(path: str | None) -> bool:
 
 
 def _source(path: str) -> str:
-    """Return what the ranks read: the absolute path of the configuration, or its text in base64."""
+    """Return the configuration for the ranks: its absolute path, or its text in base64."""
     from launcher.config.source import LONGEST_NAME, in_base64, read
 
     if _is_yaml(path):
-        return in_base64(read(path).tree)  # so nothing of it has to lie on other nodes
+        return in_base64(read(path).tree)  # so that other nodes do not need the file
     return str(Path(path).resolve()) if Path(path[:LONGEST_NAME]).exists() else path
 
 
 class _MaskingStream(logging.Formatter):
-    """Without secrets, and without what acts on a terminal: names of hosts come from files and other machines."""
+    """Masks secrets and escapes control characters, which host names from other machines may contain."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(masked(super().format(record)))

@@ -1,4 +1,4 @@
-"""`launch manifest`: the same command line as a Kubernetes manifest, on the standard output."""
+"""`launch manifest`: prints a command line of `launch` as a Kubernetes manifest."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOT_HERE = (
     *("hostfile", "include", "exclude", "launcher", "launcher_args", "submit", "ssh_port", "force_multi"),
     *("no_ssh", "node_rank", "master_addr", "master_port", "dry_run"),
 )
-"""Flags that say how nodes are reached: the manifest does."""
+"""Flags that select and reach nodes; in Kubernetes the manifest does this."""
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _SIZE = re.compile(r"[0-9]{1,12}([KMGT]i?)?")
 _OBJECT = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
@@ -47,7 +47,7 @@ _IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]{0,1023}", re.ASCII)
 
 
 def manifest_parser() -> FlagParser:
-    """Return the launcher's flags, and those of the manifest."""
+    """Return the parser of the launcher's flags and the manifest's own."""
     parser = launch_parser()
     parser.prog, parser.description, parser.epilog = "launch manifest", DESCRIPTION, EPILOG
     parser.usage = (
@@ -88,16 +88,16 @@ def manifest_parser() -> FlagParser:
     return parser
 
 
-# What `launch` in a pod is not told, or is told otherwise.
+# Flags that `launch` in a pod does not get: they concern only the manifest, or are set in another way.
 OWN = ("--kind", "--image", "--name", "--namespace", "--shm", "--volume", "--token_secret", "--secret")
 SAID_ELSEWHERE = ("--config", "--deepspeed_config", "--num_nodes", "--export")
 
 
 def print_manifest(argv: Sequence[str]) -> int:
-    """Run `launch manifest`; 0.
+    """Run `launch manifest`; returns 0.
 
     Raises:
-        ConfigError: a flag is missing, wrong, or means nothing here.
+        ConfigError: a flag is missing, wrong, or has no meaning in a manifest.
     """
     parser = manifest_parser()
     own, recipe = split_argv(parser, argv)
@@ -109,11 +109,11 @@ def print_manifest(argv: Sequence[str]) -> int:
 
 
 def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]) -> PodOptions:
-    """Return the pods that the flags ask for.
+    """Return the pod options for the flags.
 
     Args:
-        own: the launcher's tokens and the manifest's.
-        recipe: its name and its tokens.
+        own: the tokens of the launcher and the manifest.
+        recipe: the recipe's name and its tokens.
     """
     for name in NOT_HERE:
         if getattr(flags, name):
@@ -169,7 +169,7 @@ def _refused(name: str, where: str, fix: str) -> ConfigError:
 
 
 def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
-    """Raise `ConfigError` for mistakes that can be seen here; a script may be in the image only."""
+    """Raise `ConfigError` for mistakes visible on this machine; a script may exist only in the image."""
     name, *arguments = recipe
     if flags.module or flags.no_python or (name.endswith(".py") and not os.path.exists(name)):
         kind = "module" if flags.module else "program" if flags.no_python else "script"
@@ -189,10 +189,10 @@ def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
 
 
 def _config_text(source: str | None) -> str | None:
-    """Return the JSON as it is written, found right.
+    """Return the validated JSON as written.
 
     Raises:
-        ConfigError: it is not, or has a secret, be it in a comment.
+        ConfigError: the JSON is not valid, or contains a secret, even in a comment.
     """
     if source is None:
         return None

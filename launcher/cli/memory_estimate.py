@@ -1,4 +1,4 @@
-"""`launch memory-estimate`: what a run needs on each rank, before it starts, without GPUs and without weights."""
+"""`launch memory-estimate`: estimates the memory a run needs on each rank, without GPUs or weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def estimate_parser() -> FlagParser:
 
 
 def memory_estimate(argv: Sequence[str]) -> int:
-    """Run `launch memory-estimate`; returns 0, or 1 where the run does not fit the device."""
+    """Run `launch memory-estimate`; returns 0, or 1 if the run does not fit the device."""
     flags = estimate_parser().parse_args(argv)
     world = flags.num_gpus or (sum(slots_of(flags.hostfile)) if flags.hostfile else 1)
     from launcher.config.root import load
@@ -110,7 +110,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
     from launcher.models.build import build_on_meta, load_config
     from launcher.monitor.memory import current_memory_bytes
 
-    process = current_memory_bytes()  # with what a rank imports, too, and no model yet
+    process = current_memory_bytes()  # after the imports that a rank has as well, before there is a model
     kernels = defaults()["attention"] if budget is None else budget.attention
     model: Any = load_config(flags.model)
     if flags.lora:
@@ -122,7 +122,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
     if flags.longest and device is not None:
         return _longest(estimator, config, world, device, as_object=flags.json)
     sequence = flags.seq_length or estimator.sequence
-    with expert_load(config, flags.expert_load), attention_of(kernels, used):  # of a rehearsal
+    with expert_load(config, flags.expert_load), attention_of(kernels, used):  # for --dry-run
         found = _ranks(estimator, config, world, sequence, flags.rank, rehearsed=flags.dry_run)
     fits = None if device is None else all(one.peak <= device for one in found)
     used |= {*estimator.attention}
@@ -178,7 +178,7 @@ def memory_estimate(argv: Sequence[str]) -> int:
 
 
 def _ranks_of_node(flags: argparse.Namespace, world: int) -> int:
-    """Return the ranks of the largest node; as many as the maker builds in where nobody says."""
+    """Return the number of ranks on the largest node; by default, the usual number of GPUs per node."""
     if flags.hostfile:
         return max(slots_of(flags.hostfile))
     from launcher.monitor.devices import device
@@ -215,7 +215,7 @@ def _proposed(flags: argparse.Namespace, world: int) -> dict[str, Any]:
     """Return the JSON of the layout that is predicted to be fastest on the device.
 
     Raises:
-        ConfigError: no device is named, or nothing fits.
+        ConfigError: --gpu is not a GPU type, or no layout fits.
     """
     if not _is_type(flags.gpu):
         fix = "name the run's JSON; or a device, --gpu h100, and one is proposed for it"
@@ -245,15 +245,15 @@ def _proposed(flags: argparse.Namespace, world: int) -> dict[str, Any]:
 
 
 def _is_type(gpu: str | None) -> bool:
-    """Return whether a device is named, and not its bytes."""
+    """Return whether --gpu is a GPU type rather than a number of bytes."""
     return gpu is not None and not gpu.strip()[:1].isdigit()
 
 
 def degrees_of(config: Config, world: int) -> tuple[int, ...]:
-    """Return the degrees of all axes whose ranks exchange something.
+    """Return the degrees of all axes whose ranks communicate.
 
     Raises:
-        ConfigError: they do not make the number of ranks.
+        ConfigError: the degrees do not multiply to the number of ranks.
     """
     section = config.tensor_parallel, config.pipeline, config.expert_parallel
     return config.dp_degree(world), config.cp_degree, *(each.degree for each in section)

@@ -25,7 +25,7 @@ COMPONENTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
 def show(found: Sequence[Estimate], parameters: int, trained: int, sequence: int) -> None:
-    """Print each rank that was looked at, by component."""
+    """Print the memory of each estimated rank by component."""
     from rich.table import Table
 
     console = new_console()
@@ -50,18 +50,18 @@ def show(found: Sequence[Estimate], parameters: int, trained: int, sequence: int
 
 
 def attention(used: Collection[str]) -> None:
-    """Print which kernels of attention the estimate counts with."""
+    """Print the attention kernels that the estimate assumes."""
     if used:
         told = " and ".join(ATTENTION[name] for name in sorted(used))
         new_console().print(f"attention: {told}", markup=False)
 
 
 def verdict(found: Sequence[Estimate], usable: int, of: str) -> None:
-    """Print whether the fullest rank fits.
+    """Print whether the most loaded rank fits.
 
     Args:
-        usable: bytes that tensors can take.
-        of: the same in words, with who takes the rest.
+        usable: bytes available to tensors.
+        of: the same in words, with a breakdown of the rest.
     """
     fullest = max(found, key=lambda one: one.peak)
     fits = "fits" if fullest.peak <= usable else "does NOT fit"
@@ -70,12 +70,12 @@ def verdict(found: Sequence[Estimate], usable: int, of: str) -> None:
 
 
 def experts(model: nn.Module, ranks: int, load: float) -> None:
-    """Print what a rank has of the experts that ranks share, and how many tokens it is assumed to get.
+    """Print a rank's share of the experts and the assumed number of tokens routed to them.
 
     Args:
-        model: whole.
-        ranks: that share the experts of a layer.
-        load: tokens of a rank's experts, compared with an even share.
+        model: the unsharded model.
+        ranks: expert-parallel degree.
+        load: tokens routed to a rank's experts, relative to an even share.
     """
     from launcher.experts.modules import experts_in, number_of
     from launcher.pipeline.partition.costs import elements
@@ -116,7 +116,7 @@ def compare(variants: Sequence[Variant], device: int | None) -> None:
 
 
 def longest(rows: Iterable[LongestSequence], device: int, world: int) -> None:
-    """Print the longest sequence with each lever, as it is found."""
+    """Print the longest sequence for each row, as soon as it is found."""
     console = new_console()
     where = f"each of {world} ranks" if world > 1 else "one rank"
     console.print(f"longest sequence in {in_words(device)} on {where}, at a microbatch's peak:", markup=False)

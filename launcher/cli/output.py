@@ -1,4 +1,4 @@
-"""Printing and writing of subcommands."""
+"""Console output and files of the subcommands."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from launcher.errors import ConfigError, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDE = 170  # columns of a file
+WIDE = 170  # columns when the output is not a terminal
 
 
 def new_console() -> Console:
-    """Return the console for tables; in a file lines are long and not wrapped."""
+    """Return the console for tables; when the output is not a terminal, lines are long and not wrapped."""
     from rich.console import Console
 
     made = Console(highlight=False, soft_wrap=True)
@@ -26,7 +26,7 @@ def new_console() -> Console:
 
 
 def config_of(given: str) -> str:
-    """Return what a subcommand reads for a configuration that was named; where that is an example, stderr says so."""
+    """Return the configuration to read for `given`; print to stderr if it is one of the examples."""
     path, found = find_config(given)
     if found:
         print(f"launch: {printable(found)}", file=sys.stderr)
@@ -34,16 +34,16 @@ def config_of(given: str) -> str:
 
 
 def must_be_new(path: str | Path, flag: str) -> None:
-    """Raise `ConfigError`, before long work, if the file is already there."""
+    """Raise `ConfigError` if the file already exists; called before long work."""
     if Path(path).exists():
         raise ConfigError(f"{path} is already there", where=flag, fix="name a new file")
 
 
 def write(path: str | Path, text: str, flag: str, *, over: bool = False) -> None:
-    """Write a file that a flag names; one that is there only when `over`.
+    """Write the file that a flag names; an existing file is replaced only with `over`.
 
     Raises:
-        ConfigError: it is there, or cannot be written.
+        ConfigError: the file exists, or cannot be written.
     """
     if not over:
         must_be_new(path, flag)

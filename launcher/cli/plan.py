@@ -1,4 +1,4 @@
-"""`launch plan`: the layouts of a model on a cluster that are predicted to be fastest. Experimental."""
+"""`launch plan`: predicts the fastest layouts of a model on a cluster. Experimental."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ examples:
 """
 LEAST_TOKENS, TOKENS_OF_A_RANK, MOST_TOKENS = 1 << 19, 1 << 14, 1 << 24
 EXIT_NOTHING_FITS = 1
-SHOWN = 0.005  # the least part of a step's time that is shown
+SHOWN = 0.005  # smallest share of the step time that is listed in the breakdown
 
 
 def plan_parser() -> FlagParser:
@@ -101,7 +101,7 @@ def plan_parser() -> FlagParser:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Run `launch plan`; returns 0, or 1 where nothing fits."""
+    """Run `launch plan`; returns 0, or 1 if nothing fits."""
     flags = plan_parser().parse_args(argv)
     check_adapter_flags(flags)
     if flags.tokens is None and (flags.price or flags.watts):
@@ -171,7 +171,7 @@ def plan(argv: Sequence[str]) -> int:
 def trained_work(
     config: PretrainedConfig, sequence: int, flags: argparse.Namespace, dtype: torch.dtype
 ) -> tuple[PretrainedConfig | nn.Module, ModelWork]:
-    """Return what the estimator needs of a model, and its work, with adapters and the load of experts as asked for."""
+    """Return the model for the estimator and its work, with the adapters and the expert load of the flags."""
     from launcher.plan.work import work_of
 
     model: PretrainedConfig | nn.Module = config
@@ -196,7 +196,7 @@ def search(
     dtype: str = "bf16",
     top: int,
 ) -> tuple[list[Choice], MemoryPredictor]:
-    """Return the fastest layouts that fit, and what knows how much memory they take; a terminal shows how far it is."""
+    """Return the fastest layouts that fit, and the memory predictor; progress is shown on a terminal."""
     from launcher.plan.choose import choose
     from launcher.plan.layout import layouts
     from launcher.plan.memory import MemoryPredictor
@@ -209,7 +209,7 @@ def search(
 
 @contextmanager
 def _progress(number: int) -> Iterator[Callable[[int, Choice], None]]:
-    """Show on a terminal how many layouts were judged, and the best one so far."""
+    """Show on a terminal how many layouts have been evaluated, and the best one so far."""
     from rich.console import Console
 
     best: list[Choice] = []
@@ -225,15 +225,17 @@ def _progress(number: int) -> Iterator[Callable[[int, Choice], None]]:
 
 
 def default_batch(world: int, sequence: int) -> int:
-    """Return the sequences of a step: some 16,384 tokens a device, between 0.5 M and 16.8 M in all; as many for each
-    device."""
+    """Return the default global batch in sequences: about 16,384 tokens per device, 0.5 M to 16.8 M in total.
+
+    With at least one sequence per device, the batch is a multiple of the number of devices.
+    """
     tokens = min(MOST_TOKENS, max(LEAST_TOKENS, TOKENS_OF_A_RANK * world))
     sequences = max(1, tokens // sequence)
     return -(-sequences // world) * world if sequences >= world else sequences
 
 
 def _ranks(flags: argparse.Namespace, as_built: int) -> tuple[int, int]:
-    """Return all ranks, and those of a node."""
+    """Return (world size, ranks per node)."""
     if flags.hostfile is None:
         return flags.num_gpus, min(flags.num_gpus, flags.gpus_per_node or as_built)
     slots = slots_of(flags.hostfile)
@@ -290,7 +292,7 @@ def _title(inputs: dict[str, Any]) -> str:
 
 
 def _bill(inputs: dict[str, Any], choice: Choice) -> Bill | None:
-    """Return what the run takes with a layout; None where nobody said how many tokens it has."""
+    """Return the time, cost and energy of the whole run with a layout; None without --tokens."""
     from launcher.plan.bill import Bill
 
     if inputs["tokens"] is None:

@@ -16,18 +16,18 @@ _NONE: Mapping[str, object] = MappingProxyType({})
 def training_parser(
     recipe: str, description: str, *, required: Sequence[str] = (), defaults: Mapping[str, object] = _NONE
 ) -> FlagParser:
-    """Return the parser a recipe starts from; it may add flags of its own.
+    """Return the base parser of a recipe, which may add flags of its own.
 
     Attributes of the parsed result: model, dataset, tokenizer, train_tokenizer, seq_length, max_steps,
     epochs, learning_rate, weight_decay, decay, warmup_steps, batch_size, output_dir, overwrite, save_every, eval_every,
     resume, keep_batch, allow_model_changes, profile, profile_steps, seed, max_nonfinite_steps, device.
-    None means "not said".
+    None means "not set".
 
     Args:
         recipe: its name, shown by `--help`.
         description: one sentence, shown by `--help`.
-        required: flags that a run cannot do without.
-        defaults: flag -> the value that the recipe takes where it is not given, shown by `--help`.
+        required: flags that must be given.
+        defaults: flag -> the recipe's default, shown by `--help`.
     """
     parser = FlagParser(prog=f"launch --config DS.json {recipe}", description=description)
     model = parser.add_argument_group("model and data")
@@ -134,7 +134,7 @@ def training_parser(
 
 
 def _length(text: str) -> int:
-    if whole(text) < 2:  # one token predicts nothing
+    if whole(text) < 2:  # a single token has no next token to predict
         raise argparse.ArgumentTypeError(f"needs a whole number of at least 2, not {shown(text)}")
     return int(text)
 

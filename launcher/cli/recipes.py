@@ -1,4 +1,4 @@
-"""Subcommands, recipes and example configurations by name: which is meant, where it is, whether its flags are right."""
+"""Lookup of subcommands, recipes and example configurations by name, and early checks of a recipe's flags."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ SUBCOMMANDS = {
     "import": ("checkpoint", "import_"),
     "shim": ("shim", "shim"),
 }
-"""Name, with dashes or underscores: (module of `launcher.cli`, function), imported when the command is given."""
-LONGEST_NAME = 4095  # of a path, on Linux
+"""Name, with dashes or underscores -> (module of `launcher.cli`, function), imported on demand."""
+LONGEST_NAME = 4095  # longest path on Linux
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def shared_directory(name: str) -> Path:
-    """Return `recipes` or `ds_configs`: beside the installed package, else at the root of the source tree."""
+    """Return the directory `recipes` or `ds_configs`: in the installed package, else in the source tree."""
     installed = PACKAGE / "_share" / name
     return installed if installed.is_dir() else PACKAGE.parent / name
 
 
 def recipe_names() -> list[str]:
-    """Return the names that can be given to `launch`, sorted."""
+    """Return the sorted names of all recipes."""
     return sorted(path.stem for path in shared_directory("recipes").glob("*.py") if path.stem[0] != "_")
 
 
 def find_config(given: str) -> tuple[str, str | None]:
-    """Return what `--config` names: a file that is there, else an example of the package, such as zero2.json or, as
-    the documentation writes it, ds_configs/zero2.json.
+    """Resolve `--config`: an existing file, else an example of the package, such as zero2.json.
+
+    The prefix of ds_configs/zero2.json, which the documentation writes, is optional.
 
     Returns:
-        what to read, and a line for people where an example was taken.
+        what to read, and a message for the user if it is an example.
     """
     example = given.removeprefix("ds_configs/")
     if example in _config_names() and not os.path.lexists(given):
@@ -64,7 +65,7 @@ def _config_names() -> list[str]:
 
 
 def check_name(name: str, kind: str) -> None:
-    """Raise `ConfigError` where what stands on the command line cannot be the name of a module or a program."""
+    """Raise `ConfigError` if `name` cannot be the name of a module or a program."""
     if not name or name.startswith("-") or len(name) > LONGEST_NAME or printable(name) != name:
         flag = {"module": "--module", "program": "--no_python"}.get(kind)
         raise ConfigError(
@@ -75,20 +76,20 @@ def check_name(name: str, kind: str) -> None:
 
 
 def find_recipe(name: str) -> tuple[Path, bool]:
-    """Return the file behind what stands on the command line.
+    """Return the file of a recipe or script given on the command line.
 
     Args:
         name: a recipe's name, or a path that ends in `.py`.
 
     Returns:
-        the file, and True where it is one of our own recipes that know our flags. Others are scripts.
+        the file, and whether it is one of our own recipes, which define `flags`. All other files are scripts.
 
     Raises:
         ConfigError: no such recipe or file; the message lists the recipes and the nearest name.
     """
     if name.endswith(".py"):
         path = Path(name).absolute()
-        if len(name) > LONGEST_NAME or not os.path.isfile(path):  # isfile takes any name
+        if len(name) > LONGEST_NAME or not os.path.isfile(path):  # `isfile` accepts any string
             where = shortened(str(path), 300)
             raise ConfigError(f"there is no file {shortened(name, 300)}", where=where, fix=_known(path.stem))
         path = path.resolve()
@@ -107,19 +108,20 @@ def _has_flags(path: Path) -> bool:
 
 
 def check_flags(path: Path, arguments: Sequence[str]) -> argparse.Namespace | None:
-    """Parse a recipe's arguments before any rank is started, where the recipe tells how.
+    """Parse a recipe's arguments before any rank is started, if the recipe defines a parser.
 
-    A recipe tells it by a function `flags() -> FlagParser` at the top of its file, which may use
-    `launcher.cli` and the file's plain constants. `--help` is answered here, as argparse does, by SystemExit.
+    The parser comes from a top-level function `flags() -> FlagParser` in the recipe's file, which may use
+    `launcher.cli` and the file's plain constants. `--help` is handled here and raises SystemExit, as in
+    argparse.
 
     Returns:
-        the parsed flags; None where only the ranks can tell.
+        the parsed flags; None if only the ranks can parse them.
 
     Raises:
-        ConfigError: a flag the recipe does not know, or a wrong value.
+        ConfigError: an unknown flag, or an invalid value.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    # Only what the flags need: the recipe's other imports would bring torch, and seconds.
+    # Execute only what `flags` needs: the recipe's other imports would load torch, which takes seconds.
     tree.body = [statement for statement in tree.body if _serves_flags(statement)]
     scope: dict[str, Any] = {}
     exec(compile(tree, str(path), "exec"), scope)
@@ -127,7 +129,7 @@ def check_flags(path: Path, arguments: Sequence[str]) -> argparse.Namespace | No
         return None
     try:
         parser = scope["flags"]()
-    except NameError:  # it uses more of the recipe: the ranks will check
+    except NameError:  # `flags` uses other parts of the recipe: the ranks will check
         return None
     _, unknown = parser.parse_known_args(list(arguments))
     if unknown:
@@ -137,7 +139,7 @@ def check_flags(path: Path, arguments: Sequence[str]) -> argparse.Namespace | No
 
 
 def _refuse_launchers(parser: FlagParser, token: str, recipe: str) -> None:
-    """Refuse a flag of the launcher's behind the recipe's name, and say where it goes."""
+    """Raise `ConfigError` if `token` is a launcher flag, which must precede the recipe's name."""
     from launcher.cli.launch_flags import launch_parser
 
     launcher = launch_parser()

@@ -1,4 +1,4 @@
-"""`--dry_run`: what would be run where, in words; nothing is started, submitted or written."""
+"""`--dry_run`: prints the commands that would run on each host; nothing is started, submitted or written."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 WHO = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FOUND = "FOUND_THERE"
-"""Placeholder for what only the nodes can tell."""
+"""Placeholder for values that only the nodes can determine."""
 
 
 def rehearse(job: Job) -> Iterator[str]:
     """Yield the lines to print.
 
     Raises:
-        ConfigError: degrees that do not make the number of ranks.
+        ConfigError: the degrees do not multiply to the number of ranks.
     """
     hosts = [_host(job, host) for host in job.hosts]
     counts = [len(host.slots) for host in hosts]
@@ -65,7 +65,7 @@ def rehearse(job: Job) -> Iterator[str]:
 
 
 def _host(job: Job, host: Host) -> Host:
-    """Return a host with the slots that it would use, as far as they can be seen from here."""
+    """Return the host with the slots it would use, as far as this machine can determine them."""
     if host.slots:
         return host
     count = 0
@@ -89,7 +89,7 @@ def _way(job: Job, host: Host) -> str:
         return ""
     if job.flags.no_ssh:
         return " (you start this command there, with its --node_rank)"
-    *words, _ = job.command(host)  # the last is the code of the agent
+    *words, _ = job.command(host)  # the last word is the agent's source code
     return f" (an agent there starts the ranks: {shlex.join(words)} ...)"
 
 

@@ -1,8 +1,8 @@
-"""A run of several replicas (`fault_tolerance`): one front end for each, and the coordinator that all of them ask.
+"""A run of several replicas (`fault_tolerance`): one front end per replica, and their common coordinator.
 
-A replica is a run like any other, on its part of the slots: it starts its ranks, watches them, and starts them again.
-What makes replicas out of runs is that their ranks find each other (`cluster/coordinator.py`). The first one shows its
-output; of the others each line begins with their number.
+A replica is an ordinary run on its part of the slots: its front end starts the ranks, monitors them and
+restarts them. The ranks of all replicas find each other through the coordinator (`cluster/coordinator.py`).
+The output of the first replica is shown as is; lines of the others are prefixed with the replica's number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from launcher.owner import Ownership
 from launcher.replica import ADDRESS, REPLICA, REPLICAS, RUN, SECRET
 
 RESTARTS = 100
-"""Of each replica, where `--max_restarts` does not say it."""
+"""Default of `--max_restarts` for each replica."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 logger = logging.getLogger("launcher")
 
@@ -42,13 +42,13 @@ logger = logging.getLogger("launcher")
 def run_replicas(
     flags: argparse.Namespace, run: RunRequest, argv: Sequence[str], section: FaultToleranceConfig
 ) -> int:
-    """Run the command line as so many replicas; return the exit code.
+    """Run the command line as `section.replicas` replicas; return the exit code.
 
     Args:
-        argv: all of it.
+        argv: the whole command line.
 
     Raises:
-        ConfigError: it cannot be divided into them.
+        ConfigError: the run cannot be divided into replicas.
     """
     replicas = section.replicas
     _check(flags, run, replicas)
@@ -115,7 +115,7 @@ def _ranks(flags: argparse.Namespace) -> int:
 
 
 def _divided(flags: argparse.Namespace, own: Sequence[str], replicas: int) -> list[list[str]]:
-    """Return the launcher's flags of each replica: neighbouring slots."""
+    """Return the launcher's flags for each replica, which gets contiguous slots."""
     each = _ranks(flags) // replicas
     rest = without(own, "--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--max_restarts")
     rest += ["--max_restarts", str(RESTARTS if flags.max_restarts is None else flags.max_restarts)]
@@ -132,17 +132,17 @@ def _divided(flags: argparse.Namespace, own: Sequence[str], replicas: int) -> li
 
 
 def _own_address(flags: argparse.Namespace) -> str:
-    """Return the address at which ranks of all hosts reach this machine."""
+    """Return the address of this machine that ranks on all hosts can reach."""
     for host in _hosts(flags) if flags.hostfile else ():
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host.name, 9))  # nothing is sent: the system says how it would go there
+            probe.connect((host.name, 9))  # sends nothing: selects the local address of the route
             if not (found := probe.getsockname()[0]).startswith("127."):
                 return str(found)
     return "127.0.0.1"
 
 
 def _front_end(number: int, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Start the front end of a replica. It dies with this process, and its agents end its ranks then."""
+    """Start the front end of a replica. It dies with this process, upon which its agents stop the ranks."""
     devices = _devices(number, arguments)
     masks = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
     process = subprocess.Popen(
@@ -153,7 +153,7 @@ def _front_end(number: int, arguments: Sequence[str], environment: dict[str, str
         stderr=subprocess.STDOUT if number else None,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C comes through here
+        start_new_session=True,  # this process forwards Ctrl-C
         preexec_fn=_die_with_parent,
     )
     if number:
@@ -162,7 +162,7 @@ def _front_end(number: int, arguments: Sequence[str], environment: dict[str, str
 
 
 def _devices(number: int, arguments: Sequence[str]) -> str:
-    """Return the GPUs of this machine that belong to the replica; "" where a hostfile's slots say it."""
+    """Return the GPUs of this machine that belong to the replica; "" if a hostfile's slots select them."""
     count = value_of(arguments, "--num_gpus")
     if count is None:
         return ""
@@ -184,10 +184,10 @@ def _show(number: int, process: subprocess.Popen[str]) -> None:
 def _watch(
     processes: Sequence[subprocess.Popen[str]], coordinator: Coordinator, ownership: Ownership
 ) -> list[int]:
-    """Wait until all front ends have ended; return their exit codes in that order.
+    """Wait until all front ends have exited; return their exit codes in the order in which they exited.
 
     Raises:
-        ConfigError: another run has taken the output directory over.
+        ConfigError: another run has taken over the output directory.
     """
     stopped: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The request of a command line: which program, on which hosts, and into which directory."""
+"""The run that a command line requests: program, hosts and output directory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from launcher.cluster.selection import first_slots, select
 from launcher.errors import ConfigError
 
 THIS_MACHINE = "localhost"
-JOINING_PORT = 29500  # DeepSpeed's
+JOINING_PORT = 29500  # DeepSpeed's default
 MANY = 100
-"""Restarts of `--elastic_training`, as in DeepSpeed."""
+"""Default number of restarts with `--elastic_training`, as in DeepSpeed."""
 
 
 class RunRequest:
@@ -38,12 +38,12 @@ class RunRequest:
 
     @property
     def asks_for_help(self) -> bool:
-        """Return whether a script is asked for `--help`, which one plain process answers, without ranks."""
+        """Return whether the arguments ask a script for `--help`, which one plain process can print."""
         return self.kind == "script" and bool({"-h", "--help"} & set(self.arguments))
 
 
 def hosts_of(flags: argparse.Namespace, runner: str) -> list[Host]:
-    """Return the hosts that are named by a hostfile, or by the scheduler; else this machine."""
+    """Return the hosts of the hostfile or of the scheduler's allocation; else this machine."""
     if flags.hostfile:
         return read_hostfile(flags.hostfile)
     if flags.no_ssh and flags.num_nodes:
@@ -65,10 +65,10 @@ def hosts_of(flags: argparse.Namespace, runner: str) -> list[Host]:
 
 
 def joining_place(flags: argparse.Namespace) -> tuple[str, int]:
-    """Return the address and port at which nodes that come by themselves (`--no_ssh`) find node 0.
+    """Return the address and port at which nodes that join on their own (`--no_ssh`) connect to node 0.
 
     Raises:
-        ConfigError: the flags do not say it, or not which node this is.
+        ConfigError: `--master_addr` or `--node_rank` is missing, or the node rank is out of range.
     """
     if flags.master_addr is None or flags.node_rank is None:
         raise ConfigError(
@@ -81,7 +81,7 @@ def joining_place(flags: argparse.Namespace) -> tuple[str, int]:
 
 
 def check_node_rank(flags: argparse.Namespace, hosts: int) -> None:
-    """Raise `ConfigError` where a run of so many hosts has no such node, which would be waited for in vain."""
+    """Raise `ConfigError` if `--node_rank` is out of range: the run would wait forever for the real node."""
     if flags.node_rank is not None and flags.node_rank >= hosts:
         raise ConfigError(
             f"--node_rank {flags.node_rank}: the number of hosts is {hosts}",
@@ -90,10 +90,10 @@ def check_node_rank(flags: argparse.Namespace, hosts: int) -> None:
 
 
 def joining_token(flags: argparse.Namespace) -> str:
-    """Return what nodes that come by themselves must know; ranks do not get it.
+    """Return the token with which nodes that join on their own authenticate; ranks do not get it.
 
     Raises:
-        ConfigError: there is none, or one that is easily guessed.
+        ConfigError: there is no token, or it is easy to guess.
     """
     token = join.token_of(os.environ, flags.token_file, insecure=flags.insecure, makes=not flags.node_rank)
     os.environ.pop(join.TOKEN, None)
@@ -101,15 +101,14 @@ def joining_token(flags: argparse.Namespace) -> str:
 
 
 def restarts_of(flags: argparse.Namespace) -> tuple[int, int | None]:
-    """Return how often a run is started again, and the fewest nodes on which; None: no fewer."""
+    """Return the maximum number of restarts and the minimum number of nodes (None: all nodes)."""
     if not flags.elastic_training:
         return flags.max_restarts or 0, flags.min_nodes
     return MANY if flags.max_restarts is None else flags.max_restarts, flags.min_nodes or 1
 
 
 def check_bounds(flags: argparse.Namespace, hosts: int) -> None:
-    """Raise `ConfigError` where --min_nodes, --max_nodes, --node_rank and --num_gpus do not fit each other and the
-    number of hosts."""
+    """Raise `ConfigError` if --min_nodes, --max_nodes, --node_rank or --num_gpus do not fit the hosts."""
     if flags.no_ssh:
         check_node_rank(flags, hosts)
     if flags.num_gpus is not None:
@@ -144,8 +143,10 @@ def check_bounds(flags: argparse.Namespace, hosts: int) -> None:
 
 
 def selected(hosts: list[Host], flags: argparse.Namespace) -> list[Host]:
-    """Return those hosts and slots that the flags choose; where slots are seen late, the number of hosts is chosen
-    already."""
+    """Return the hosts and slots that the flags select.
+
+    Without a hostfile, slots are known only later, when --num_nodes has already been applied.
+    """
     late = not flags.hostfile
     filtered = flags.include or flags.exclude
     chosen = select(
@@ -159,7 +160,7 @@ def selected(hosts: list[Host], flags: argparse.Namespace) -> list[Host]:
 
 
 def _new_directory(base: Path) -> Path:
-    """Return `base`, or `base-2`, ...: the first that nobody has, also where another run begins in the same second."""
+    """Create and return `base`, or the first free one of `base-2`, ...: runs may start in the same second."""
     for number in itertools.count(1):
         candidate = base if number == 1 else base.with_name(f"{base.name}-{number}")
         with suppress(FileExistsError):
@@ -169,7 +170,7 @@ def _new_directory(base: Path) -> Path:
 
 
 def run_directory(wanted: str | None, recipe: str) -> Path:
-    """Create the run's directory: the one asked for, or a new `runs/<recipe>-<date>-<time>`."""
+    """Create the run's directory: `wanted`, or a new `runs/<recipe>-<date>-<time>`."""
     try:
         if wanted is not None:
             Path(wanted).mkdir(parents=True, exist_ok=True)

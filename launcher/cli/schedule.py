@@ -1,4 +1,4 @@
-"""`launch schedule`: a pipeline schedule drawn and measured, without GPUs, without a model and without torch."""
+"""`launch schedule`: draws and simulates a pipeline schedule, without GPUs, a model or torch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def schedule(argv: Sequence[str]) -> int:
 
 
 def _made(flags: argparse.Namespace, measured: Timeline | None) -> PipelineSchedule:
-    """Return the schedule asked for, or the measured one; both must be the same where both are named."""
+    """Return the requested schedule, or that of the trace; where both are given, they must agree."""
     from launcher.pipeline.schedules import schedule as make
 
     wanted = {"NAME": flags.name, "--stages": flags.stages, "--microbatches": flags.microbatches}
@@ -134,7 +134,7 @@ def _costs(flags: argparse.Namespace, made: PipelineSchedule) -> MicrobatchCosts
 def _told(
     flags: argparse.Namespace, made: PipelineSchedule, predicted: Timeline, measured: Timeline | None
 ) -> list[str]:
-    """Return the lines under the grid."""
+    """Return the lines below the grid."""
     lines = []
     for called, shown in (("predicted" if measured else "simulated", predicted), ("measured", measured)):
         if shown is not None:
@@ -162,7 +162,7 @@ def _told(
 
 
 def _closed_form(flags: argparse.Namespace, made: PipelineSchedule) -> str:
-    """Return the bubble by formula, in the words of the line before."""
+    """Return the closed-form bubble, formatted like the simulated one."""
     from launcher.pipeline.timeline.bubble import bubble_time
 
     costs = _costs(flags, made)
@@ -195,7 +195,7 @@ def _write(out: Path, made: PipelineSchedule, predicted: Timeline, measured: Tim
 
 
 def _time(text: str) -> float:
-    """Return the type of a time: a finite number from 0."""
+    """Parse a time: a finite number of at least 0."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The share of each node that is ready: which slots, how many ranks, and what these are told."""
+"""The share of the run that each ready node gets: slots, ranks, and the settings for the ranks."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from launcher.cli.job import Job
 
 RANKS_A_CORE = 8
-"""Largest number of ranks per core that is not taken for a mistake."""
+"""More ranks per core than this are refused as a mistake."""
 logger = logging.getLogger("launcher")
 
 
 def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
-    """Return the shares of the nodes, which are ready; tells `front_end` how to speak of the ranks.
+    """Return the share of each ready node; also sets how `front_end` labels the ranks in its output.
 
     Raises:
-        ConfigError: more ranks than devices, or degrees that do not make the number of ranks.
+        ConfigError: more ranks than devices, or degrees whose product does not match the number of ranks.
     """
     device, hosts = _choose(job, front_end.node_group.nodes)
     hosts = allowed(job, hosts, is_restart=front_end.restarts > 0)
@@ -51,7 +51,7 @@ def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
         job.output_dir = run_directory(value_of(job.run.arguments, "--output-dir"), job.run.name)
         if (
             job.run.is_ours and replica_of()[1] == 1
-        ):  # told before anything starts; the agent of rank 0 takes it
+        ):  # fail before anything starts; the agent of rank 0 takes ownership
             check_free(job.output_dir)
     same = common(job, job.output_dir, device)
     shown = [] if job.flags.enable_each_rank_log else _shown(job, total)
@@ -79,10 +79,10 @@ def deal(job: Job, front_end: FrontEnd) -> list[NodeSpec]:
 
 
 def places(job: Job, total: int) -> Sequence[str]:
-    """Return what people call each rank by its place on the mesh; empty where a script's model may still say so.
+    """Return a label for each rank's position on the mesh; empty if a script may still set the stages.
 
     Raises:
-        ConfigError: the degrees do not make the number of ranks.
+        ConfigError: the degrees do not multiply to the number of ranks.
     """
     if job.config is None:
         return ()
@@ -97,7 +97,7 @@ def places(job: Job, total: int) -> Sequence[str]:
 
 
 def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
-    """Return what the shares of all nodes have in common."""
+    """Return the settings that the shares of all nodes have in common."""
     flags, run = job.flags, job.run
     to_files = flags.enable_each_rank_log
     variables = {
@@ -107,13 +107,13 @@ def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
         "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
     }
     if device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""  # a script of others would take a GPU where it sees one
+        variables["CUDA_VISIBLE_DEVICES"] = ""  # a third-party script would use any GPU that it sees
     if flags.term_grace:
         variables["LAUNCHER_TERM_GRACE"] = str(flags.term_grace)
     if job.source is not None:
         variables["LAUNCHER_CONFIG"] = job.source
     if flags.no_deepspeed_shim:
-        variables[SWITCH] = "0"  # one may be installed
+        variables[SWITCH] = "0"  # the shim may be installed in this environment
     elif not run.is_ours:
         from launcher.cli import hugging_face
 
@@ -141,10 +141,10 @@ def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
 
 
 def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
-    """Return the kind of device, and the hosts with the slots that are used there: where nobody has said them, all.
+    """Return the device type, and the hosts with the slots to use: by default, all slots.
 
     Raises:
-        ConfigError: more ranks are wanted than there are devices.
+        ConfigError: more ranks are requested than there are devices.
     """
     seen = [node.facts["gpus"] for node in nodes if node.facts is not None]
     device = "cuda" if job.device != "cpu" and min(seen) > 0 else "cpu"
@@ -152,7 +152,7 @@ def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
         return device, [node.host for node in nodes]
     hosts: list[Host] = []
     for node in nodes if device == "cpu" else ():
-        _check_crowd(job, node, job.flags.num_gpus or 1)  # before they are counted out
+        _check_crowd(job, node, job.flags.num_gpus or 1)  # before a huge `range` of slots is built
     for node, gpus in zip(nodes, seen, strict=True):
         wanted = job.flags.num_gpus
         if device == "cuda" and wanted is not None and wanted > gpus:
@@ -167,7 +167,7 @@ def _choose(job: Job, nodes: Sequence[Node]) -> tuple[str, list[Host]]:
 
 
 def _check_crowd(job: Job, node: Node, ranks: int) -> None:
-    """Raise `ConfigError` where a node has more ranks than its cores can carry, without `--oversubscribe`."""
+    """Raise `ConfigError` if a node gets too many ranks for its cores and `--oversubscribe` is not given."""
     assert node.facts is not None
     most = RANKS_A_CORE * int(node.facts["cores"])
     if ranks > MOST_SLOTS or (ranks > most and not job.flags.oversubscribe):
@@ -180,10 +180,10 @@ def _check_crowd(job: Job, node: Node, ranks: int) -> None:
 
 
 def allowed(job: Job, hosts: list[Host], *, is_restart: bool) -> list[Host]:
-    """Return the hosts with as many slots as the JSON's `elasticity` allows; only a restart leaves some unused.
+    """Return the hosts with as many slots as `elasticity` allows; only a restart may leave slots unused.
 
     Raises:
-        ConfigError: it does not allow so many ranks, nor, after a restart, fewer.
+        ConfigError: `elasticity` does not allow this world size, nor, in a restart, a smaller one.
     """
     total = sum(len(host.slots) for host in hosts)
     sizes = job.config.elasticity.world_sizes if job.config is not None else None
@@ -200,7 +200,7 @@ def allowed(job: Job, hosts: list[Host], *, is_restart: bool) -> list[Host]:
 
 
 def _check_binding(job: Job, counts: Sequence[int]) -> None:
-    """Report mistakes of binding that can be seen here before anything starts; the nodes bind cores themselves."""
+    """Report mistakes in core binding before anything starts; the nodes do the actual binding."""
     flags = job.flags
     if (flags.bind_cores_to_rank or flags.bind_core_list) and job.is_here(job.hosts[0]):
         listed = cores.parse_core_list(flags.bind_core_list) if flags.bind_core_list else cores.usable_cores()
@@ -208,10 +208,10 @@ def _check_binding(job: Job, counts: Sequence[int]) -> None:
 
 
 def _shown(job: Job, total: int) -> list[int]:
-    """Return the ranks whose output goes to the terminal: rank 0, and those of `--tee`.
+    """Return the ranks whose output goes to the console: rank 0 and the ranks of `--tee`.
 
     Raises:
-        ConfigError: there is no such rank.
+        ConfigError: a rank of `--tee` does not exist.
     """
     wanted = job.flags.tee
     if wanted is None:
@@ -244,7 +244,7 @@ def _say_what_starts(job: Job, nodes: Sequence[Node], counts: Sequence[int], dev
 
 
 def _names(hosts: Sequence[Host], shown: Sequence[int]) -> dict[int, str]:
-    """Return how each shown rank's lines begin."""
+    """Return the output prefix of each shown rank."""
     host_of = [host.name for host in hosts for _ in host.slots]
     return {rank: f"{host_of[rank]}:{rank}: " if len(hosts) > 1 else f"{rank}: " for rank in shown}
 

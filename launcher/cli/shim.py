@@ -1,4 +1,4 @@
-"""`launch shim`: `import deepspeed` gives this package's engine in programs that `launch` does not start."""
+"""`launch shim`: makes `import deepspeed` use this engine in programs that `launch` does not start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ examples:
 {SWITCH}=0 disables an installed shim for one command.
 """
 FILE = "launcher_deepspeed_shim.pth"
-"""In site-packages: Python runs such a file's lines that begin with `import` when it starts."""
+"""File in site-packages. At startup, Python executes the lines of a .pth file that begin with `import`."""
 
 
 def shim_parser() -> FlagParser:
@@ -43,7 +43,7 @@ def shim_parser() -> FlagParser:
 
 
 def shim(argv: Sequence[str]) -> int:
-    """Run `launch shim [ACTION]`; `run` becomes the command."""
+    """Run `launch shim [ACTION]`; the action `run` replaces this process with the command."""
     action, *command = argv or ["status"]
     flags = shim_parser().parse_args([action])
     if command and flags.action != "run":
@@ -66,13 +66,13 @@ def shim(argv: Sequence[str]) -> int:
 
 
 def with_shim(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the shim before all other packages."""
+    """Return the environment with the shim first in PYTHONPATH."""
     found = os.pathsep.join(filter(None, [str(DIRECTORY), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": found}
 
 
 def status() -> str:
-    """Return what `import deepspeed` gives in this environment."""
+    """Return a line describing what `import deepspeed` imports in this environment."""
     if place().exists():
         return f"installed in {place()}: `import {PACKAGE}` imports launcher's engine in this environment"
     return f"not installed: `import {PACKAGE}` imports launcher's engine only in what `launch` starts"

@@ -1,4 +1,4 @@
-"""`--submit`: the same command line as a Slurm job. Writes the batch script and hands it to sbatch."""
+"""`--submit`: submits the command line as a Slurm job. Writes the batch script and passes it to sbatch."""
 
 from __future__ import annotations
 
@@ -44,19 +44,21 @@ fi
 exit $code
 """
 SAVED = 75
-"""The exit code of `launch` that has the job queued again: EX_TEMPFAIL of sysexits.h."""
+"""The exit code of `launch` upon which the job is requeued: EX_TEMPFAIL of sysexits.h."""
 
 
 def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> int:
-    """Write `launch.sbatch` into the run's directory and submit it; sbatch's exit code. `--dry_run` shows both only.
+    """Write `launch.sbatch` into the run's directory and submit it; return the exit code of sbatch.
+
+    With `--dry_run`, only print the script and the command.
 
     Args:
-        flags: the launcher's.
+        flags: the launcher's flags.
         run: the recipe or script.
         argv: the whole command line.
 
     Raises:
-        ConfigError: the number of nodes is not said, or sbatch is not there.
+        ConfigError: `--num_nodes` is missing, the script cannot be written, or sbatch cannot be run.
     """
     if flags.num_nodes is None:
         raise ConfigError("--submit needs to know how many nodes", fix="add --num_nodes N")
@@ -81,7 +83,7 @@ def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> i
         return 0
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        script.unlink(missing_ok=True)  # one that is there may be open to others
+        script.unlink(missing_ok=True)  # an existing file may be readable by others
         with open(
             os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
         ) as file:
@@ -93,7 +95,7 @@ def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> i
             fix="name a writable directory",
         ) from None
     try:
-        # Slurm passes the variables of sbatch on to the job.
+        # Slurm propagates the environment of sbatch to the job.
         return subprocess.run(command, check=False, env={**os.environ, **secrets}).returncode
     except OSError as error:
         raise ConfigError(
@@ -104,8 +106,10 @@ def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> i
 
 
 def by_name(own: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
-    """Return the launcher's tokens with `--export NAME` for what has a value of these, and every name once: a value
-    that a later `--export` replaces may be a secret, too."""
+    """Return the launcher's tokens with `--export NAME`, without a value, for each of the secrets.
+
+    Each name is kept once: a value that a later `--export` overrides may be a secret as well.
+    """
     kept: dict[str, tuple[str, ...]] = {}
     tokens = iter(own)
     for position, token in enumerate(tokens):
@@ -115,18 +119,18 @@ def by_name(own: Sequence[str], secrets: Mapping[str, str]) -> list[str]:
             continue
         name, _, _ = export = (value if equals else next(tokens, "")).partition("=")
         said = name if name in secrets else "".join(export)
-        kept.pop(name, None)  # what replaces it stands where it stands
+        kept.pop(name, None)  # the later `--export` keeps its own position
         kept[name] = (f"--export={said}",) if equals else ("--export", said)
     return [token for pair in kept.values() for token in pair]
 
 
 def batch_script(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str], directory: Path) -> str:
-    """Return the text of the script."""
+    """Return the text of the batch script."""
     own = list(argv[: len(argv) - len(run.arguments) - 1])
     inside = without(own, "--submit", "--num_nodes", "--launcher", "--checkpoint_exit_code")
     rest = list(run.arguments)
     if run.is_ours and value_of(rest, "--output-dir") is None:
-        rest += ["--output-dir", str(directory)]  # a job that is queued again must find its checkpoints
+        rest += ["--output-dir", str(directory)]  # a requeued job must find its checkpoints
     grace = [] if flags.term_grace else ["--term_grace", "45"]
     grace += ["--checkpoint_exit_code", str(SAVED)]
     launch = [sys.executable, "-m", "launcher.cli.main", "--launcher", "slurm", *grace]

@@ -1,4 +1,4 @@
-"""`launch top`: a run, looked at in a terminal while it goes on, or after it has ended."""
+"""`launch top`: shows a run in a terminal, live or after it has ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from launcher.top.run_view import EstimatedPeaks, RunView, find_status, read_est
 
 EVERY_S = 1.0
 STACKS_S = 5.0
-"""How long stacks are waited for."""
+"""Seconds to wait for stacks."""
 DESCRIPTION = """\
 Shows what every rank of a run does: its step, where its time goes (own work, waits for other ranks, saves), its memory,
 whether it is slower than the others, the last checkpoint, restarts and messages, and the stages of a pipeline. The run
@@ -86,10 +86,10 @@ def top(argv: Sequence[str]) -> int:
 
 
 class RunFiles:
-    """The files of a run, and what can be asked of it.
+    """The files of a run, and requests to it.
 
     Attributes:
-        called: the run, for people; "": by its directory.
+        called: display name of the run; "" shows its directory.
     """
 
     called = ""
@@ -98,20 +98,20 @@ class RunFiles:
         self.status, self._estimate = status, estimate
 
     def read(self, before: RunView | None = None, counters: dict[int, Any] | None = None) -> RunView:
-        """Return what the files say now; see `read_run`."""
+        """Return the current state of the run from its files; see `read_run`."""
         return replace(read_run(self.status, before, counters), called=self.called, estimate=self._estimate)
 
     def ask_stacks(self) -> None:
-        """Have the run write the stacks of its ranks."""
-        with contextlib.suppress(OSError):  # another user's run: its stacks are not for us
+        """Request that the run write the stacks of its ranks."""
+        with contextlib.suppress(OSError):  # another user's run, whose stacks cannot be requested
             (self.status.parent / ASKED).touch()
 
     def ask_log(self, rank: int) -> None:
-        """Have the log of a rank brought here: it is here, or lies on another host."""
+        """Request a copy of a rank's log; does nothing here, since local logs are read in place."""
 
 
 class MirroredFiles(RunFiles):
-    """The same of a run on another host."""
+    """Local copies of the files of a run on another host."""
 
     def __init__(self, mirror: RunMirror, estimate: EstimatedPeaks | None) -> None:
         super().__init__(mirror.status, estimate)
@@ -146,19 +146,19 @@ def _show(flags: argparse.Namespace, files: RunFiles) -> int:
 
 @dataclass
 class _Screen:
-    """The live view, and what its keys have chosen."""
+    """The live view and its interactive state."""
 
     files: RunFiles
     view: RunView
     order: str = "r"
     chosen: int = -1
-    """The number of a rank; -1: none was chosen, and the first one counts."""
+    """The selected rank; -1 if none is selected, which counts as rank 0."""
     shown: str = "table"
-    """table, log or stack."""
+    """One of table, log and stack."""
     counters: dict[int, Any] = field(default_factory=dict)
     asked_at: float = 0.0
     scrolled: int = 0
-    """Lines from the first of a stack, or from the last of a log."""
+    """Lines scrolled from the start of a stack, or from the end of a log."""
 
     def run(self, console: Console) -> None:
         from rich.live import Live
@@ -175,7 +175,7 @@ class _Screen:
                         return
 
     def _press(self, key: str) -> bool:
-        """Return whether to go on."""
+        """Handle a key; return whether to continue."""
         match key:
             case "q" | "\x03" | "\x04":
                 return False
@@ -197,7 +197,7 @@ class _Screen:
         return True
 
     def _move(self, further: int) -> None:
-        """Go up or down: in the text that is shown, or in the list as it is sorted."""
+        """Scroll the shown text, or move the selection in the sorted list."""
         if self.shown != "table":
             self.scrolled = max(0, self.scrolled + further * (1 if self.shown == "stack" else -1))
             return
@@ -214,7 +214,7 @@ class _Screen:
         text = self._log(rank) if self.shown == "log" else self._stack(rank)
         lines, room = text.splitlines(), height - 2
         self.scrolled = min(self.scrolled, max(0, len(lines) - room))
-        # A stack begins with the innermost call, a log ends with the newest line.
+        # A stack starts with the innermost call; a log ends with the newest line.
         end = len(lines) - self.scrolled
         lines = lines[self.scrolled :][:room] if self.shown == "stack" else lines[max(0, end - room) : end]
         screen = Text(no_wrap=True, overflow="ellipsis")
@@ -245,8 +245,10 @@ class _Screen:
 
 
 def short_stack(text: str) -> str:
-    """Return the stacks of a process, as faulthandler writes them, for a narrow screen: the main thread first, which it
-    writes last, and of each call the function, the file and the line."""
+    """Return the stacks of a process, as written by faulthandler, in a compact form.
+
+    The main thread, which faulthandler writes last, comes first. Each call shows function, file and line.
+    """
     head, *threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text)
     lines = []
     for thread in [*threads[-1:], *threads[:-1]]:
@@ -257,14 +259,14 @@ def short_stack(text: str) -> str:
 
 
 def _short(path: str) -> str:
-    """Return a path below its packages, or its last two parts."""
+    """Return the path relative to site-packages, or its last two parts."""
     _, found, below = path.rpartition("/site-packages/")
     return below if found else "/".join(path.rsplit("/", 2)[-2:])
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], list[str]]]:
-    """Yield what waits so many seconds for keys, and returns those that were pressed; the terminal echoes none."""
+    """Yield a function that returns the keys pressed within a timeout; the terminal does not echo them."""
     import termios
     import tty
 

@@ -1,1 +1,1 @@
-"""The needs of a run before it starts: memory by component, by formula and by a rehearsal of the real engine."""
+"""Memory estimates for a run before it starts, from traces or from a dry run of the real engine."""

@@ -1,5 +1,4 @@
-"""LoRA adapters on a model without memory: what a run that trains only them needs (Hu et al. 2021,
-arXiv:2106.09685)."""
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on a meta model, to estimate runs that train only them."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ EVERY_LAYER = "all-linear"
 
 
 def with_adapters(model: PreTrainedModel, rank: int, targets: str = EVERY_LAYER) -> nn.Module:
-    """Return the model with PEFT's adapters; nothing else is trained.
+    """Return the model with PEFT's LoRA adapters as its only trainable parameters.
 
     Args:
-        model: on meta; it is changed.
-        rank: of the adapters.
-        targets: names of the layers that get one, separated by commas, as in PEFT's `target_modules`.
+        model: model on meta; modified in place.
+        rank: rank of the adapters.
+        targets: comma-separated names of the layers with an adapter, as in PEFT's `target_modules`.
 
     Raises:
         ConfigError: PEFT is not installed, or the model has no such layers.
@@ -34,7 +33,7 @@ def with_adapters(model: PreTrainedModel, rank: int, targets: str = EVERY_LAYER)
     names = targets if targets == EVERY_LAYER else [name.strip() for name in targets.split(",")]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # which PEFT gets from transformers
+            warnings.simplefilter("ignore", FutureWarning)  # raised by transformers when PEFT uses it
             adapted: nn.Module = get_peft_model(
                 model, LoraConfig(r=rank, target_modules=names, task_type="CAUSAL_LM")
             )
@@ -48,11 +47,10 @@ def with_adapters(model: PreTrainedModel, rank: int, targets: str = EVERY_LAYER)
 
 
 def check_adapters(config: Config, *, rehearsed: bool) -> None:
-    """Refuse what adapters do not go with.
+    """Raise for configurations that are not supported with adapters.
 
     Raises:
-        ConfigError: the JSON splits layers over tensor-parallel ranks, or cuts the model into stages and the run is
-            not rehearsed.
+        ConfigError: the JSON uses tensor parallelism, or pipeline stages without --dry-run.
     """
     if config.tensor_parallel.degree > 1:
         raise ConfigError(

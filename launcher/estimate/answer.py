@@ -1,4 +1,4 @@
-"""The answer of an estimate: bytes by component, at the peak of a step and between steps."""
+"""The result of an estimate: bytes by component, at the peak of a step and between steps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ PHASES = ("forward", "backward", "step")
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes of tensors on the device, by what they are for.
+    """Bytes of tensors on the device, by component.
 
     Args:
-        parameters: what this rank keeps of them between steps.
-        gradients: of them; where the stage shards them, this rank's share.
-        optimizer: master weights and states.
-        buffers: gathered parameters, gradients on their way, and memory that waits to be used again.
-        activations: all else: what backward will need, its temporaries, logits and loss.
+        parameters: parameters or shards that this rank keeps between steps.
+        gradients: gradients; this rank's shards where the ZeRO stage shards them.
+        optimizer: master weights and optimizer states.
+        buffers: unsharded parameters, gradients being reduced, and cached free buffers.
+        activations: everything else: saved activations, temporaries of backward, logits and loss.
     """
 
     parameters: int
@@ -36,15 +36,15 @@ class DeviceBytes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The needs of one rank.
+    """The estimated memory of one rank.
 
     Args:
-        peaks: bytes of the device at most in each phase of a step: forward, backward, step.
-        at_peak: who holds what when there is most.
-        between: the same between steps.
-        host: bytes of host memory that shards rest in, and of the copies of saves in the background.
+        peaks: peak bytes on the device in each phase of a step: forward, backward, step.
+        at_peak: bytes by component at the highest peak.
+        between: bytes by component between steps.
+        host: bytes of host memory, for offloaded shards and the copies of background saves.
         nvme: bytes on NVMe.
-        kept: bytes between steps of parameters, of gradients, and of what the optimizer has, wherever they rest.
+        kept: bytes of parameters, gradients and optimizer states between steps, including offloaded ones.
     """
 
     rank: int
@@ -62,5 +62,5 @@ class Estimate:
 
     @property
     def phase(self) -> str:
-        """Return the one with the peak."""
+        """Return the phase with the highest peak."""
         return max(self.peaks, key=lambda name: self.peaks[name])

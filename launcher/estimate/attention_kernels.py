@@ -1,11 +1,11 @@
-"""The kernels of scaled dot-product attention that a device has, and what each keeps from its forward to its backward.
+"""Kernels of scaled dot-product attention, and the memory that each saves from forward to backward.
 
-    flash       output and a logarithm a row; a backward sums the gradient of queries in fp32. No mask; fp16 and bf16
-    efficient   the same, in fp32 too, with masks; the backward sums in fp32 only where the inputs are
-    math        the matrices of scores: what torch takes where no other kernel can be used
-    cpu         whatever torch does on the CPU that makes the estimate
+    flash       output and logsumexp per row; backward sums the query gradient in fp32. fp16, bf16; no mask
+    efficient   the same, also with masks and in fp32; backward sums in fp32 only for fp32 inputs
+    math        the score matrices: torch's fallback where no other kernel is usable
+    cpu         torch's CPU kernel on the machine that makes the estimate
 
-torch takes the first that can compute an attention (torch.backends.cuda, in its own order of preference).
+torch selects the first kernel that supports the inputs (torch.backends.cuda, in its own order of preference).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch.nn import functional
 CPU_KERNELS = ("cpu",)
 GPU_KERNELS = ("flash", "efficient", "math")
 WIDEST = 256
-"""Numbers of a head that flash takes at most."""
+"""Largest head dimension that the flash kernel supports."""
 
 
 def choose_kernel(
     available: Collection[str], query: Tensor, *, masked: bool = False, grouped: bool = False
 ) -> str:
-    """Return the kernel that torch takes.
+    """Return the kernel that torch selects.
 
     Args:
-        available: those of the device.
-        query: [..., heads, tokens, size of a head].
-        masked: a tensor says who sees whom.
-        grouped: several heads of queries read the same keys, without these being repeated.
+        available: kernels of the device.
+        query: [..., heads, tokens, head dimension].
+        masked: whether there is a mask tensor.
+        grouped: whether several query heads share a key head (GQA), without repeated keys.
     """
     narrow = query.dtype in (torch.float16, torch.bfloat16)
     if "flash" in available and narrow and not masked and query.shape[-1] <= WIDEST:
@@ -45,13 +45,14 @@ def choose_kernel(
 
 @contextmanager
 def attention_of(available: Collection[str], used: set[str]) -> Iterator[None]:
-    """Inside, attention takes the memory that it takes on a device.
+    """Make attention inside the context allocate the memory that it needs on a device.
 
-    A torch function mode would not do: it is off inside of a backward, where blocks are recomputed.
+    This patches the function, because a torch function mode is disabled in backward, where blocks are
+    recomputed.
 
     Args:
         available: kernels of the device.
-        used: gets the names of those that were.
+        used: the names of the kernels used are added to this set.
     """
     plain = functional.scaled_dot_product_attention
 
@@ -87,14 +88,14 @@ def attention_of(available: Collection[str], used: set[str]) -> Iterator[None]:
 
 
 class _Fused(torch.autograd.Function):
-    """The memory of a kernel that keeps no scores: tensors as large as its own, with nothing computed."""
+    """Allocates the tensors of a fused kernel, which does not store the scores, and computes nothing."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, flash: bool
     ) -> Tensor:
         *batch, heads, tokens, _ = query.shape
-        laid_out = (*batch, tokens, heads, value.shape[-1])  # as kernels write it: no copy follows
+        laid_out = (*batch, tokens, heads, value.shape[-1])  # the kernels' layout: no copy follows
         out = query.new_empty(laid_out).transpose(-3, -2)
         logs = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, logs, *(() if mask is None else (mask,)))
@@ -104,11 +105,11 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, _, logs, *_ = ctx.saved_tensors
-        sums = [torch.empty_like(logs)]  # of a row: gradient x output
+        sums = [torch.empty_like(logs)]  # sum of gradient x output, per row
         if ctx.flash:
             sums.append(query.new_empty(query.shape, dtype=torch.float32))
         if (
             query.shape[-3] != key.shape[-3]
-        ):  # first a gradient from each head that reads a key, then their sum
+        ):  # one gradient per query head of a shared key, before they are summed
             sums += [one.new_empty((*query.shape[:-2], *one.shape[-2:])) for one in (key, value)]
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

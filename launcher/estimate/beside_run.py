@@ -1,4 +1,4 @@
-"""The estimate of a run that has trained, beside what its ranks measured."""
+"""The estimate for a finished run, to compare with the memory that its ranks measured."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from launcher.monitor.summary import EstimatedMemory
 def estimate_of_run(
     model: Any, config: Config, world: int, sequence: int, *, on_host: bool
 ) -> list[EstimatedMemory] | str:
-    """Return what was to be expected of the first rank of each pipeline stage, or why nobody can say it.
+    """Return the expected memory of the first rank of each pipeline stage, or why it cannot be estimated.
 
     Args:
         model: the configuration of the Hugging Face model.
-        config: of one replica.
-        sequence: tokens of a sequence.
-        on_host: a run on CPUs: what is offloaded is in the memory of the device.
+        config: configuration of one replica.
+        sequence: sequence length in tokens.
+        on_host: whether the run is on CPUs, where offloaded tensors share the memory of the device.
     """
     try:
         estimator = Estimator(model, attention=CPU_KERNELS if on_host else GPU_KERNELS, on_host=on_host)
         found = estimator.run(config, world, sequence)
-    except Exception as error:  # whatever it is: the run is done, and its summary is written
+    except Exception as error:  # no error here may prevent the summary of a finished run
         return f"{type(error).__name__}: {error}"
     return [
         EstimatedMemory(

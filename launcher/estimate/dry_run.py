@@ -1,8 +1,9 @@
-"""A run rehearsed: the real engine on one rank of a mesh of any size, with fake tensors and ranks that do not exist.
+"""Dry run: the real engine as one rank of a mesh of any size, with fake tensors and a fake process group.
 
-What is measured is what the engine does: padding, prefetch, buffers, recomputation and all. Three steps are taken: in
-the first one the optimizer makes its states and ZeRO-3 learns its order; in the second one buffers are made by that
-order, some after its peak; the third one is measured, and looked at near the peak of the second: who holds what.
+The measurement includes everything that the engine does: padding, prefetch, buffers and recomputation. It
+takes three steps. In the first one, the optimizer creates its states and ZeRO-3 records the order of its
+units. In the second one, buffers are allocated in that order, some after the peak. The third one is measured,
+with a breakdown by component as memory approaches the peak of the second.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from launcher.tensor.split_model import loss_only
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import ParamReader, ParamSlot
 
-DEVICE = torch.device("cpu", 0)  # tensors of it are not told from the host's, but placements are
-NEARLY = 0.95  # of the peak of the step before, when a look is worth its time
+DEVICE = torch.device("cpu", 0)  # its tensors are CPU tensors, but placements differ from the host's
+NEARLY = 0.95  # share of the previous step's peak above which a breakdown is worth its time
 
 
 def dry_run(
@@ -52,16 +53,16 @@ def dry_run(
     sequence: int = 2048,
     device: torch.device = DEVICE,
 ) -> Estimate:
-    """Take a few steps of a run without memory and without compute.
+    """Take a few steps of a run without allocating memory and without computing.
 
     Args:
-        model: a causal LM on meta; it is used up.
-        world, rank: of the run.
-        sequence: tokens of a sequence; the JSON has the number of sequences and microbatches.
-        device: HOST: device and host are one memory, as in a run on CPUs.
+        model: a causal LM on meta; consumed by the dry run.
+        world, rank: world size and rank.
+        sequence: sequence length in tokens; the JSON sets the numbers of sequences and microbatches.
+        device: HOST if device and host share one memory, as in a run on CPUs.
 
     Raises:
-        ConfigError: the JSON does not go with so many ranks, or with the model.
+        ConfigError: the JSON does not fit the number of ranks or the model.
     """
     fill_buffers(model, device)
     with _ranks(world, rank), fused_dropout():
@@ -86,11 +87,11 @@ def dry_run(
 def rehearse(
     make: Callable[[LiveBytes], Engine], sequence: int, mode: Callable[[LiveBytes], LiveBytesMode]
 ) -> Estimate:
-    """Return what the steps of an engine take, looked at from inside.
+    """Return the memory of an engine's steps, measured from inside the process.
 
     Args:
-        make: gives the engine; host memory that stands apart is noted in what it is given.
-        sequence: tokens of each sequence of its microbatches.
+        make: creates the engine; it must register separate host memory with the `LiveBytes` that it gets.
+        sequence: sequence length of the microbatches in tokens.
         mode: `FakeMode`, or `LiveBytesMode` for a run that really computes.
     """
     watcher = _Watcher()
@@ -105,7 +106,7 @@ def rehearse(
             _step(engine, batch)
             watcher.look_at(max(watcher.end().values()))
             watcher.begin()
-            # The first one in which all buffers are there, as in all that follow.
+            # The first step with all buffers already allocated, as in all later steps.
             _step(engine, batch)
             peaks, between = watcher.end(), held(engine, watcher.live.now)
             tiers = engine.zero.placements.tiers
@@ -123,15 +124,15 @@ def rehearse(
 
 
 def batch_of(engine: Engine, sequence: int) -> dict[str, Tensor]:
-    """Return a microbatch of its rank."""
+    """Return a microbatch for the engine's rank."""
     return microbatch(engine.module, engine.train_micro_batch_size_per_gpu(), sequence)
 
 
 def learn_crossings(engine: Engine, whole: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Tell the stages of this rank what crosses between all of them, as their neighbours would in the first step.
+    """Record the tensors sent between all stages, which in a run are exchanged in the first step.
 
     Args:
-        whole: the model on meta, not split and not cut; it is used up.
+        whole: the unsharded model on meta, not cut into stages; consumed by this function.
     """
     own: Any = engine.runtime.staged
     split_model = split_layers(whole, engine.mesh, engine.resolved)
@@ -152,7 +153,7 @@ def learn_crossings(engine: Engine, whole: nn.Module, batch: dict[str, Tensor]) 
 
 
 def held(engine: Engine, live: int) -> DeviceBytes:
-    """Return who holds what of the bytes that are alive on the device now."""
+    """Break the bytes that are live on the device down by component."""
     zero = engine.zero
     pool, device = zero.pool, zero.pool.device
     gathered = sum(flat.full.nbytes for flat in zero.flats if flat.sharded and flat.full is not None)
@@ -167,7 +168,7 @@ def held(engine: Engine, live: int) -> DeviceBytes:
 
 
 class _Watcher:
-    """Peaks by phase, and a look at the moment of the largest one."""
+    """Tracks the peak of each phase, and the bytes by component at the largest one."""
 
     def __init__(self) -> None:
         self.live = LiveBytes(self._at_new_peak)
@@ -177,7 +178,7 @@ class _Watcher:
         self._wanted: int | None = None
 
     def listen(self, engine: Engine) -> None:
-        """Listen from now on to the phase that the engine is in."""
+        """Follow the phases of the engine from now on."""
         self._engine, said = engine, engine.telemetry.phase
 
         def phase(name: str, of: Engine) -> AbstractContextManager[None]:
@@ -187,17 +188,17 @@ class _Watcher:
         engine.telemetry.phase = phase  # type: ignore[method-assign,assignment]
 
     def begin(self) -> None:
-        """A step begins whose peaks count."""
+        """Reset the peaks at the start of a measured step."""
         self._peaks = dict.fromkeys(PHASES, 0)
         self.live.restart()
 
     def end(self) -> dict[str, int]:
-        """Return the peaks since."""
+        """Return the peaks since `begin`."""
         self._enter(self._phase)
         return dict(self._peaks)
 
     def look_at(self, peak: int) -> None:
-        """Look, in the next step, whenever there is more than before, and nearly as much as this."""
+        """Take a breakdown at each new peak of the next step that is close to `peak`."""
         self._wanted = int(NEARLY * peak)
         self.live.restart()
 
@@ -212,14 +213,14 @@ class _Watcher:
 
 
 def _step(engine: Engine, batch: dict[str, Tensor]) -> None:
-    gc.collect()  # what waits for Python's collector is no need of the step
+    gc.collect()  # uncollected garbage must not count as memory of the step
     number = engine.gradient_accumulation_steps()
     engine.run_microbatches([batch] * number, [1 / number] * number)
     engine.step()
 
 
 def _states(engine: Engine) -> dict[FlatGradient, list[Tensor]]:
-    """Return the tensors that the optimizer has of each flat buffer."""
+    """Return the optimizer's state tensors for each flat buffer."""
     optimizer = engine.optimizer
     if optimizer is None:
         return {}
@@ -237,7 +238,7 @@ def _states(engine: Engine) -> dict[FlatGradient, list[Tensor]]:
 
 
 def _note_states(engine: Engine, live: LiveBytes) -> None:
-    """Note the states that optimizers make; those of shards that rest on the host are there."""
+    """Count the optimizer states of shards that are offloaded to the host as host memory."""
     for gradient, tensors in _states(engine).items():
         if gradient.flat.optim_placement.device != engine.zero.pool.device:
             for tensor in tensors:
@@ -245,7 +246,7 @@ def _note_states(engine: Engine, live: LiveBytes) -> None:
 
 
 class _Anything:
-    """Values of parameters that nobody looks at."""
+    """Source of uninitialized parameter values, which nothing reads."""
 
     @contextmanager
     def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
@@ -255,7 +256,7 @@ class _Anything:
 
 @contextmanager
 def _ranks(world: int, rank: int) -> Iterator[None]:
-    """Start a process group of ranks that do not exist, but for this one."""
+    """Run inside a fake process group, in which only this rank exists."""
     if world > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:

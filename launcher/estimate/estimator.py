@@ -1,8 +1,9 @@
-"""`Estimator`: what the ranks of a run need, for many configurations of one model, each in milliseconds.
+"""`Estimator`: estimates the memory of ranks for many configurations of one model, in milliseconds each.
 
-An estimate has three parts. What blocks do to memory is traced once for each way of running them (`model_trace.py`).
-The code that cuts, splits and shards finds what a rank holds (`rank_part.py`, `simulated.py`). Then the actions of a
-step are replayed, and the engine's own pool, unsharder and reducer say what is in memory when (`replay.py`).
+An estimate has three parts. The memory behavior of blocks is traced once for each way of running them
+(`model_trace.py`). The engine's own code for stages, tensor parallelism and sharding determines what a rank
+holds (`rank_part.py`, `simulated.py`). Then the actions of a step are replayed with the engine's own buffer
+pool, unsharder and reducer, which determine what is in memory at each point (`replay.py`).
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from launcher.optim.build import params_of
 from launcher.optim.upload import upload_bytes
 
 LONG = 2048
-"""Tokens of a sequence where nobody says how many there are."""
+"""Default sequence length in tokens."""
 
 
 class Estimator:
-    """Answers for one model; what it finds out about its blocks it keeps.
+    """Estimates the memory of runs of one model; the traces of its blocks are cached.
 
     Args:
-        model: a causal LM's config, or the model on meta, whose frozen parameters need no gradients.
-        expert_load: tokens that the experts of the busiest rank get, compared with an even share.
+        model: a causal LM's config, or the model on meta, whose frozen parameters get no gradients.
+        expert_load: tokens routed to the experts of the busiest rank, relative to an even share.
         attention: kernels of the device; see `attention_kernels.py`.
-        on_host: a run on CPUs: all is in one memory.
+        on_host: whether the run is on CPUs, where device and host share one memory.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class Estimator:
         self._on_host = on_host
 
     def estimate(self, config: Config, world: int, rank: int = 0, sequence: int | None = None) -> Estimate:
-        """Return what a rank of a run needs.
+        """Return the estimated memory of one rank.
 
         Args:
-            config: as loaded; "auto" is resolved here.
-            world, rank: of the run. Ranks of one pipeline stage are alike, but for uneven splits.
-            sequence: tokens of a sequence; None: `LONG`, or as many as the model takes.
+            config: configuration as loaded; "auto" is resolved here.
+            world, rank: world size and rank. Ranks of one pipeline stage differ only by uneven splits.
+            sequence: sequence length in tokens; None uses `LONG`, limited to the model's maximum.
 
         Raises:
-            ConfigError: the JSON does not go with so many ranks, or with the model.
+            ConfigError: the JSON does not fit the number of ranks or the model.
         """
         sequence = sequence or self.sequence
         config, replicas = of_replica(config), config.fault_tolerance.replicas
@@ -97,34 +98,33 @@ class Estimator:
 
     @property
     def attention(self) -> list[str]:
-        """Return the kernels of attention that were met so far."""
+        """Return the attention kernels used so far."""
         return sorted(self._traces.used)
 
     def kept(self, config: Config, world: int, sequence: int | None = None) -> int:
-        """Return the bytes that all blocks of the model keep of one microbatch from its forward to its backward, on a
-        tp rank."""
+        """Return the activation bytes that all blocks save for backward, per microbatch and tp rank."""
         sequence = sequence or self.sequence
         _, resolved, portion = self._laid_out(config, world, 0, sequence)
         traced, _ = self._traced(resolved, portion, sequence)
         return sum(traced(block).of(block).kept for block in range(len(portion.names)))
 
     def ranks(self, config: Config, world: int) -> range:
-        """Return the ranks to look at: one for all, or the first of each pipeline stage."""
-        world //= config.fault_tolerance.replicas  # which are alike
+        """Return the ranks to estimate: the first of each pipeline stage, which stands for the others."""
+        world //= config.fault_tolerance.replicas  # all replicas are alike
         return range(0, world, max(1, world // config.pipeline.degree))
 
     def run(self, config: Config, world: int, sequence: int | None = None) -> list[Estimate]:
-        """Return what all ranks of a run need, by the ranks to look at."""
+        """Return the estimates of the ranks that `ranks` selects."""
         return [self.estimate(config, world, rank, sequence) for rank in self.ranks(config, world)]
 
     def copy(self) -> nn.Module:
-        """Return the model on meta, to be used up."""
+        """Return a copy of the model on meta, for callers that modify it."""
         return copy.deepcopy(self.model)
 
     def _laid_out(
         self, config: Config, world: int, rank: int, sequence: int
     ) -> tuple[Mesh, Config, RankPart]:
-        """Return the mesh as the rank sees it, the configuration resolved on it, and the rank's part of the model."""
+        """Return the rank's mesh, the configuration resolved on it, and the rank's part of the model."""
         section = config.tensor_parallel
         degrees = {"pp": config.pipeline.degree, "cp": config.cp_degree, "tp": section.degree}
         mesh = Mesh.planned(META, world, rank, dp=config.dp_degree(world), **degrees)
@@ -138,7 +138,7 @@ class Estimator:
         return self._states[key]
 
     def _traced(self, config: Config, portion: RankPart, sequence: int) -> Any:
-        """Return (the trace of each block, that of the ends)."""
+        """Return (the trace for each block, the trace for the modules before and after the blocks)."""
         section = section_of(config)
         plain = lambda: self._traces.of(config, sequence, recomputed=False)  # noqa: E731
         if section is None:
@@ -160,8 +160,11 @@ class Estimator:
 
 
 def _steady(script: StepScript, paper: SimulatedRank) -> ScriptedStep:
-    """Return a step like all that follow it. In the first one the unsharder learns its order, and in the second one
-    buffers may be made after the peak that the next one has beside its own."""
+    """Return a steady-state step.
+
+    In the first step, the unsharder records its order. In the second one, buffers may still be allocated
+    after the peak; from the third one on they exist at the peak as well.
+    """
     ScriptedStep(script).run(most=1)
     step, buffers = ScriptedStep(script), paper.pool.idle_bytes
     step.run()
@@ -177,26 +180,28 @@ def _held(paper: SimulatedRank, buffers: int, activations: int) -> DeviceBytes:
 
 
 def _host(paper: SimulatedRank) -> int:
-    """Return the bytes of shards that stay in host memory, and of buffers there for what rests on NVMe."""
+    """Return the bytes in host memory of offloaded shards, and of the buffers for shards on NVMe."""
     host = sum(on(HOST, held) for held in paper.kept())
     return host + paper.placements.buffers.idle.most
 
 
 def _exchanged(paper: SimulatedRank) -> int:
-    """Return the bytes of the mean of gradients over replicas, fp32, and of as much that is received."""
+    """Return the bytes of the fp32 gradients averaged over replicas, and of an equal receive buffer."""
     owned = (gradient.flat.owned for gradient in paper.gradients)
     return 8 * sum(part.stop - part.start for part in owned)
 
 
 def _copies_of(section: CheckpointConfig) -> int:
-    """Return how many copies of what a rank writes lie in host memory: one that a save in the background writes, and
-    of `peer_memory` two steps, of this node and of the one before."""
+    """Return how many copies of a rank's part of a checkpoint are in host memory.
+
+    A background save holds one; `peer_memory` holds two steps each of this node and of the previous node.
+    """
     in_memory = section.peer_memory.every > 0
     return int(section.writer.decoupled or in_memory) + 4 * in_memory
 
 
 def _written(paper: SimulatedRank, states: StateBytes) -> int:
-    """Return the bytes of this rank's share of all that is saved."""
+    """Return the bytes of this rank's part of a checkpoint."""
     total = 0
     for flat in paper.flats:
         share = flat.shard_span.stop - flat.shard_span.start

@@ -1,9 +1,9 @@
-"""Fake tensors: tensors of the CPU whose memory is there and is never touched, so that it takes none.
+"""Fake tensors: CPU tensors whose memory is mapped but never touched, so that they use no physical memory.
 
-Inside of `FakeMode`, an operation on floats of some size makes its outputs with the shapes, strides and dtypes that its
-meta kernel gives, and computes nothing. Operations on integers, on small tensors and on views run: what decides where
-a program goes on (positions, masks, flags) is real. All else that a program sees is as ever: addresses, storages,
-reference counts, process groups.
+Inside `FakeMode`, an operation on large floating-point tensors allocates its outputs with the shapes, strides
+and dtypes of its meta kernel, and computes nothing. Operations on integers, on small tensors and on views
+run, so that the values that control flow depends on (positions, masks, flags) are real. Everything else
+behaves as usual: addresses, storages, reference counts, process groups.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from launcher.estimate.live import LiveBytes, LiveBytesMode
 
-SMALL = 1 << 14  # elements: operations on no more than these run
-INTEGERS = 1 << 22  # the same where no tensor has floats
-_NORESERVE = 0x4000  # of Linux: memory that is not set aside; Python has no name for it before 3.13
-_NARROW_ON_META = {"_grouped_mm"}  # their meta kernels refuse fp32, which those of the CPU take
+SMALL = 1 << 14  # elements: operations on tensors up to this size really run
+INTEGERS = 1 << 22  # the same if none of the tensors is floating-point
+_NORESERVE = 0x4000  # MAP_NORESERVE on Linux; `mmap` has no constant for it before Python 3.13
+_NARROW_ON_META = {"_grouped_mm"}  # meta kernels that reject fp32, which the CPU kernels support
 _ALWAYS_RUN = {"resize_", "set_", "record_stream", "_local_scalar_dense", "is_nonzero", "equal", "is_pinned"}
 
 
@@ -36,13 +36,13 @@ class _New(NamedTuple):
 
 
 class _Same(NamedTuple):
-    """An output that is an argument, by its place among all."""
+    """An output that is one of the arguments, by its index in the flattened arguments."""
 
     argument: int
 
 
 class _Writes(NamedTuple):
-    """The arguments that an operation in place writes to, by position or name; and how many of them it gives back."""
+    """The arguments, by position or name, that an in-place operation writes, and how many it returns."""
 
     arguments: tuple[int | str, ...]
     returns: int
@@ -50,9 +50,10 @@ class _Writes(NamedTuple):
 
 @contextmanager
 def fused_dropout() -> Iterator[None]:
-    """Inside, dropout is one operation that keeps a mask of bytes, as on devices; on CPUs it keeps one of numbers.
+    """Make dropout inside the context one operation that saves a byte mask, as on GPUs, not a float mask.
 
-    A torch function mode would not do: it is off inside of a backward, where blocks are recomputed.
+    This patches the function, because a torch function mode is disabled in backward, where blocks are
+    recomputed.
     """
     plain = functional.dropout
 
@@ -70,10 +71,10 @@ def fused_dropout() -> Iterator[None]:
 
 
 class FakeMode(LiveBytesMode):
-    """The mode.
+    """Runs the operations inside the context with fake tensors.
 
     Args:
-        live: sees all tensors that are made.
+        live: counts all tensors that are created.
     """
 
     def __init__(self, live: LiveBytes) -> None:
@@ -109,7 +110,7 @@ class FakeMode(LiveBytesMode):
         return self._writes[func]
 
     def _hollow(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """Return new outputs, by the meta kernel; it is asked once for arguments of the same shapes."""
+        """Return fake outputs described by the meta kernel, which runs once per set of argument shapes."""
         key: Hashable = (func, spec, tuple(_described(leaf) for leaf in leaves))
         if key not in self._outputs:
             self._outputs[key] = _outputs_of(func, leaves, spec)
@@ -121,7 +122,7 @@ class FakeMode(LiveBytesMode):
 
 
 def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors of an operation. Its arguments are values and lists of values: no tree has to be walked."""
+    """Return the tensors among the arguments, which are values or lists of values: no pytree is needed."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -143,17 +144,19 @@ def _is_light(tensors: list[Tensor]) -> bool:
 
 
 def _described(leaf: Any) -> Hashable:
-    """Return what the shapes of outputs depend on."""
+    """Return a cache key for an argument: everything that the shapes of the outputs depend on."""
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.stride(), leaf.dtype)
     if isinstance(leaf, Hashable):
-        return (type(leaf), leaf)  # 1 and 1.0 and True are other arguments
+        return (type(leaf), leaf)  # 1, 1.0 and True compare equal but are different arguments
     return repr(leaf)
 
 
 def _outputs_of(func: Any, leaves: list[Any], spec: Any) -> tuple[list[Any] | None, Any]:
-    """Return the outputs, flat, and their structure; None: the operation makes something light out of nothing, and may
-    run."""
+    """Return the flattened outputs and their structure.
+
+    The outputs are None for a factory function of small tensors, which can run as it is.
+    """
     wide = func._opname in _NARROW_ON_META and _wide(leaves)
     on_meta = [_on_meta(leaf, torch.bfloat16 if wide else None) for leaf in leaves]
     args, kwargs = tree_unflatten(on_meta, spec)
@@ -183,9 +186,7 @@ def _described_output(output: Any, place: dict[int, int]) -> Any:
 
 
 def _on_meta(leaf: Any, dtype: torch.dtype | None = None) -> Any:
-    """Move tensors to meta.
-    dtype: of floats, in place of their own.
-    """
+    """Move a tensor or device argument to meta; `dtype` replaces the dtype of floating-point tensors."""
     if isinstance(leaf, Tensor):
         own = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=own, device="meta")
@@ -200,7 +201,7 @@ def _made(output: Any, leaves: list[Any]) -> Any:
     extent = 1 + sum((n - 1) * step for n, step in zip(output.size, output.stride, strict=True))
     if extent <= SMALL or 0 in output.size:
         return torch.zeros(extent, dtype=output.dtype).as_strided(output.size, output.stride)
-    # Fresh pages read as zeros until somebody writes, and nobody does: no sum of them is anything but finite.
+    # Untouched pages read as zeros, and nothing writes to them, so every value computed from them is finite.
     memory = mmap.mmap(
         -1, extent * output.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     )

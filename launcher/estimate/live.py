@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, counted as operations make them and as the last reference to them goes."""
+"""Counts the bytes of live tensors, as operations create them and as their last references are dropped."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class LiveBytes:
     """Bytes of storages on one type of device.
 
     Args:
-        at_new_peak: called at each.
-        device_type: "cpu", "cuda" or "meta"; tensors elsewhere are not counted.
+        at_new_peak: called at each new peak.
+        device_type: "cpu", "cuda" or "meta"; tensors on other devices are not counted.
 
     Attributes:
-        now: bytes alive; peak: the most since `restart`.
-        host: bytes alive that were said to be host memory, and do not count; host_peak: the most of them.
+        now: live bytes; peak: maximum since `restart`.
+        host: live bytes that were marked as host memory, and are not in `now`; host_peak: their maximum.
     """
 
     def __init__(self, at_new_peak: Callable[[], None] = lambda: None, device_type: str = "cpu") -> None:
@@ -29,11 +29,11 @@ class LiveBytes:
         self._known: weakref.WeakKeyDictionary[Any, _Size] = weakref.WeakKeyDictionary()
 
     def restart(self) -> None:
-        """Forget the peak: the next one is looked for from here on."""
+        """Reset the peak to the current value."""
         self.peak = self.now
 
     def note(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor, if it is new, or has another size than before."""
+        """Count the storage of a tensor if it is new or has changed its size."""
         if tensor.device.type != self.device_type:
             return
         storage = tensor.untyped_storage()
@@ -47,7 +47,7 @@ class LiveBytes:
             self._at_new_peak()
 
     def note_host(self, tensor: Tensor) -> Tensor:
-        """Count this memory from now on as memory of the host; return the tensor."""
+        """Count the storage of a tensor as host memory from now on; return the tensor."""
         storage = tensor.untyped_storage()
         size = self._known.get(storage) or self._new(storage)
         if not size.on_host:
@@ -58,7 +58,7 @@ class LiveBytes:
         return tensor
 
     def note_all(self, made: object) -> None:
-        """Count all tensors in what an operation gave."""
+        """Count all tensors in the result of an operation."""
         if isinstance(made, Tensor):
             self.note(made)
         elif isinstance(made, (Sequence, Mapping)):
@@ -79,7 +79,7 @@ class LiveBytes:
 
 
 class _Size:
-    """The size of a storage, when it was seen last."""
+    """The size of a storage when it was last counted."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -87,10 +87,10 @@ class _Size:
 
 
 class LiveBytesMode(TorchDispatchMode):
-    """Inside, every operation runs as ever, and `live` sees what it makes.
+    """Runs all operations inside the context as usual and counts the tensors that they create.
 
     Args:
-        live: the count.
+        live: the counter.
     """
 
     def __init__(self, live: LiveBytes) -> None:
@@ -105,5 +105,5 @@ class LiveBytesMode(TorchDispatchMode):
         return made
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the operation itself."""
+        """Run an operation; subclasses may replace it."""
         return func(*args, **kwargs)

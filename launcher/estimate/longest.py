@@ -1,4 +1,4 @@
-"""The longest sequence that fits a device, as the JSON is, and with one lever after the other. All is estimated."""
+"""Estimates the longest sequence that fits a device, as configured and with further memory savings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launcher.estimate.estimator import Estimator
 from launcher.estimate.variants import ConfigChanges, edited
 
 FIRST, STEP, MOST = 1024, 256, 1 << 25  # tokens
-NEAR = 0.01  # of the longest: the search ends there
+NEAR = 0.01  # relative tolerance at which the search ends
 CHECKPOINTING = "activation_checkpointing"
 
 
@@ -20,10 +20,10 @@ class LongestSequence:
     """The longest sequence that fits.
 
     Args:
-        change: the lever that was added to those before, as JSON; "" for none.
-        tokens: of the longest sequence; 0: not even a short one fits.
-        peak: bytes of the fullest rank with it.
-        refused: why it cannot be done; else empty.
+        change: the JSON key added on top of the previous changes; "" for none.
+        tokens: length of the sequence; 0 if not even a short one fits.
+        peak: peak bytes on the most loaded rank at that length.
+        refused: why the change is not possible; else empty.
     """
 
     change: str
@@ -35,10 +35,10 @@ class LongestSequence:
 def longest_sequences(
     estimator: Estimator, config: Config, world: int, device: int
 ) -> Iterator[LongestSequence]:
-    """Yield the longest sequence of the JSON, then with each lever on top of those that could be had.
+    """Yield the longest sequence as configured, then with each change on top of the previous possible ones.
 
     Args:
-        device: bytes.
+        device: usable bytes of the device.
     """
     edits: dict[str, object] = {}
     for words, lever in _levers(config, world):
@@ -55,8 +55,9 @@ def longest_sequences(
 def longest(estimator: Estimator, config: Config, world: int, device: int) -> tuple[int, int]:
     """Return (tokens, peak in bytes) of the longest sequence that fits the device.
 
-    What a sequence needs grows with its tokens, nearly in a straight line: each guess is where the line through what
-    fits and what does not meets the device."""
+    Memory is almost linear in the sequence length. Each guess interpolates between the longest length that
+    fits and the shortest that does not.
+    """
 
     def peak(tokens: int) -> int:
         return max(one.peak for one in estimator.run(config, world, tokens))
@@ -82,7 +83,7 @@ def longest(estimator: Estimator, config: Config, world: int, device: int) -> tu
 
 
 def _levers(config: Config, world: int) -> Iterator[tuple[str, ConfigChanges]]:
-    """Yield (in words, keys), from those that cost least time on."""
+    """Yield (description, keys) of changes that save memory, ordered by their cost in time."""
     yield "", {}
     if not config.tiled_loss:
         yield '"tiled_loss": true', {"tiled_loss": True}

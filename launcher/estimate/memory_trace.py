@@ -1,7 +1,7 @@
-"""A memory trace: what one microbatch does to memory, written down as it runs: segments between marks.
+"""Memory traces: the memory use of one microbatch, recorded as it runs, as segments between marks.
 
-A segment says how much more memory there was at most than at its start, and how much more at its end. A mark says what
-happened between two segments. Memory of parameters and of their gradients is not in it: who replays a trace knows it.
+A segment contains the peak and the final change in memory relative to its start. A mark is the event between
+two segments. The memory of parameters and their gradients is not included: the replay of a trace adds it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class TraceEvent(StrEnum):
     """The kind of a mark."""
 
     USE = "use"  # the forward of a module begins
-    LEAVE = "leave"  # it has ended
+    LEAVE = "leave"  # the forward of a module has ended
     TURN = "turn"  # the forward of the model has ended, and its backward begins
-    ENTER = "enter"  # a gradient has reached the outputs of a module, or it is recomputed
-    GRADIENT = "gradient"  # that of a parameter is there
+    ENTER = "enter"  # a gradient has reached the outputs of a module, or its recomputation begins
+    GRADIENT = "gradient"  # the gradient of a parameter is ready
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSegment:
-    """Bytes above those at its start: the most, and at its end."""
+    """Bytes relative to the start of the segment: the peak, and the change at the end."""
 
     peak: int
     change: int
@@ -44,9 +44,9 @@ class TraceMark:
     """An event.
 
     Args:
-        name: of a module or a parameter; what begins with "." is inside of a block, and "" is the block.
-        nbytes: of a gradient; 0: it is put off.
-        own: its layer computes the gradient of its weight, and could add it in place (`weight_gradients.py`).
+        name: name of a module or a parameter; relative to the block if it starts with ".", "" for the block.
+        nbytes: bytes of a gradient; 0 if the gradient is deferred.
+        own: whether the layer itself could add the weight gradient in place (`weight_gradients.py`).
     """
 
     event: TraceEvent
@@ -60,10 +60,10 @@ Items = list[TraceSegment | TraceMark]
 
 @dataclass
 class BlockTrace:
-    """The events from the first mark of a block to that of the next one.
+    """The events from the first mark of a block to the first mark of the next block.
 
-    Args:
-        kept: bytes on the device from its forward to its backward.
+    Attributes:
+        kept: bytes saved on the device from the block's forward to its backward.
     """
 
     forward: Items = field(default_factory=list)
@@ -76,12 +76,12 @@ class BlockTrace:
 
 @dataclass
 class MemoryTrace:
-    """One microbatch.
+    """The events of one microbatch.
 
     Args:
-        before: what runs in front of the blocks.
-        blocks: in their order; the last gradients of what runs in front come with the first one.
-        after: what runs behind them, to the loss and back.
+        before: forward before the first block.
+        blocks: one trace per block, in order; that of the first block includes the rest of the backward.
+        after: everything after the blocks, to the loss and back.
     """
 
     before: BlockTrace = field(default_factory=BlockTrace)
@@ -90,14 +90,14 @@ class MemoryTrace:
 
 
 class TraceRecorder:
-    """Writes a trace.
+    """Records a trace.
 
     Args:
-        live: sees all tensors.
-        model: its parameters have values; their gradients are taken away as they come.
-        blocks: names of modules.
-        others: of the other modules whose use is marked.
-        called: parameters that are marked under another name than their own.
+        live: counts all tensors.
+        model: model with parameter values; each gradient is removed as soon as it is ready.
+        blocks: names of the blocks.
+        others: names of the other modules whose use is marked.
+        called: parameter name -> the name to record for it, where they differ.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class TraceRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, a microbatch runs."""
+        """Record the microbatch that runs inside the context."""
         self.trace = MemoryTrace(blocks=[BlockTrace() for _ in self._blocks])
         self._into = self.trace.before.forward
         self._entered.clear()
@@ -127,14 +127,14 @@ class TraceRecorder:
         self.stop()
 
     def stop(self) -> None:
-        """The microbatch is over."""
+        """Stop recording at the end of the microbatch."""
         if self._on:
             self._stretch()
             self._on = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, the model's hooks are on."""
+        """Register the hooks on the model inside the context."""
         handles: list[Any] = []
         for name in (*self._blocks, *self._others):
             module = self._model.get_submodule(name)
@@ -151,11 +151,11 @@ class TraceRecorder:
                 handle.remove()
 
     def turn(self) -> None:
-        """The backward begins."""
+        """Mark the end of the model's forward and the start of its backward."""
         self.mark(TraceEvent.TURN)
 
     def mark(self, event: TraceEvent, name: str = "", nbytes: int = 0, *, own: bool = False) -> None:
-        """Something happens."""
+        """Append the segment up to now and a mark."""
         if not self._on:
             return
         self._stretch()
@@ -199,7 +199,7 @@ class TraceRecorder:
             self.mark(TraceEvent.ENTER, name)
 
     def note_own(self, leaf: Tensor) -> None:
-        """Note that a layer computes the gradient of its weight; it leaves that to autograd. See `GradientBuffer`."""
+        """Note that a layer could add its weight gradient in place, and decline (see `GradientBuffer`)."""
         self._own.add(id(leaf))
 
     def _arrival(self, name: str) -> Callable[[Tensor], None]:
@@ -223,12 +223,12 @@ class TraceRecorder:
 
 
 def change_of(items: Items) -> int:
-    """Return the bytes that are held more after the items than before."""
+    """Return the total change in bytes over the items."""
     return sum(item.change for item in items if isinstance(item, TraceSegment))
 
 
 def relative(items: Items, block: str) -> Items:
-    """Return the same with names inside of a block that begin there."""
+    """Return the items with names inside a block made relative to the block."""
     return [
         replace(item, name=item.name.removeprefix(block))
         if isinstance(item, TraceMark) and (item.name == block or item.name.startswith(f"{block}."))
@@ -238,6 +238,6 @@ def relative(items: Items, block: str) -> Items:
 
 
 def absolute(mark: TraceMark, block: str) -> str:
-    """Return the name of a mark, for a block."""
+    """Return the full name of a mark in a block's trace."""
     inside = mark.name.startswith(".") or (not mark.name and mark.event is not TraceEvent.TURN)
     return block + mark.name if inside else mark.name

@@ -1,4 +1,4 @@
-"""Traces what the blocks and both ends of a model do to memory: one microbatch of a short model, with fake tensors."""
+"""Memory traces of a model's blocks and ends, from one microbatch of a shortened model with fake tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from launcher.tensor.split_model import loss_only
 from launcher.tensor.weight_gradients import adding_in, putting_off
 
 CPU = torch.device("cpu")
-IDS = 100  # token ids are below it, where there are so many
+IDS = 100  # token ids are drawn below this number, or the size of a smaller vocabulary
 SECTIONS = (
     "tensor_parallel",
     "context_parallel",
@@ -51,15 +51,15 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """A microbatch of a whole model, by its blocks.
+    """The trace of a microbatch for each block of the full model.
 
     Args:
-        trace: of the short model.
-        late: the same where weight gradients of linear layers are put off; None: nobody asked.
+        trace: trace of the short model.
+        late: the same with deferred weight gradients of linear layers; None if not requested.
         stands_for: see `ShortModel`.
-        hidden: bytes that travel from block to block.
-        local: bytes that the model's forward makes before its blocks and that only its variables hold: they go when the
-            forward does, which in a pipeline is at the end of the first stage.
+        hidden: bytes of the hidden states between blocks.
+        local: bytes that the model's forward allocates before its blocks and that only its local variables
+            reference: they are freed when forward returns, which in a pipeline is the end of the first stage.
     """
 
     trace: MemoryTrace
@@ -69,21 +69,21 @@ class ModelTrace:
     local: int = 0
 
     def of(self, block: int, *, late: bool = False) -> BlockTrace:
-        """Return the trace of a block of the whole model."""
+        """Return the trace of a block of the full model."""
         trace = self.late if late and self.late is not None else self.trace
         return trace.blocks[self.stands_for[block]]
 
 
 class ModelTraces:
-    """The traces of a model that were asked for.
+    """Traces of a model, recorded on demand and cached.
 
     Args:
-        model: on meta, whole; left as it is.
-        expert_load: tokens of a rank's experts, compared with an even share.
+        model: the full model on meta; not modified.
+        expert_load: tokens routed to a rank's experts, relative to an even share.
         attention: kernels of the device.
 
     Attributes:
-        used: those of the kernels that a trace has used.
+        used: kernels that the traces have used so far.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class ModelTraces:
         self._known: dict[str, ModelTrace] = {}
 
     def of(self, config: Config, sequence: int, *, recomputed: bool) -> ModelTrace:
-        """A microbatch under a configuration.
+        """Return the trace of a microbatch for a configuration.
 
         Args:
-            config: resolved.
-            sequence: tokens.
-            recomputed: blocks are, as the section activation_checkpointing says.
+            config: resolved configuration.
+            sequence: sequence length in tokens.
+            recomputed: whether blocks are recomputed, as configured in `activation_checkpointing`.
         """
         section = section_of(config) if recomputed else None
         late = config.pipeline.degree > 1 and config.pipeline.schedule.startswith("zb")
@@ -122,8 +122,10 @@ class ModelTraces:
 
 
 def expert_load(config: Config, load: float) -> AbstractContextManager[None]:
-    """Return the context of a rehearsal in which a rank's experts get so many times an even share of the tokens: at
-    most all of them, and no more than their capacity."""
+    """Return a context in which a rank's experts get `load` times an even share of the tokens.
+
+    The load is limited to all tokens and to the capacity of the experts.
+    """
     section = config.expert_parallel
     if section.degree == 1:
         return nullcontext()
@@ -133,7 +135,7 @@ def expert_load(config: Config, load: float) -> AbstractContextManager[None]:
 
 
 def section_of(config: Config) -> ActivationCheckpointingConfig | None:
-    """Return the JSON's recomputation of a Hugging Face model; None: nothing is recomputed."""
+    """Return the configured activation checkpointing of a Hugging Face model; None without recomputation."""
     if config.pipeline.degree > 1 and config.pipeline.activation_checkpoint_interval == 1:
         return config.activation_checkpointing or ActivationCheckpointingConfig()
     return config.activation_checkpointing
@@ -141,7 +143,7 @@ def section_of(config: Config) -> ActivationCheckpointingConfig | None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A mode sees the operations of its thread only."""
+    """Run torch on one thread inside the context: a dispatch mode only sees the operations of its thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -151,7 +153,7 @@ def one_thread() -> Iterator[None]:
 
 
 def fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers get zeros: they are small, and only their shapes matter."""
+    """Replace meta buffers by zeros on `device`: buffers are small, and only their shapes matter."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -159,7 +161,7 @@ def fill_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def microbatch(model: nn.Module, sequences: int, sequence: int) -> dict[str, Tensor]:
-    """Return ids [sequences, sequence] that the model has."""
+    """Return a batch of random token ids [sequences, sequence] from the model's vocabulary."""
     config: Any = model.config
     ids = torch.randint(min(IDS, config.get_text_config().vocab_size), (sequences, sequence))
     return {"input_ids": ids, "labels": ids}
@@ -175,12 +177,12 @@ def _traced(
     late: bool,
 ) -> ModelTrace:
     model, tp, cp = short.model, config.tensor_parallel.degree, config.cp_degree
-    # the last rank of cp: without zigzag it sees most
+    # The last cp rank: without zigzag, its queries attend to the most keys.
     mesh, spread = Mesh.planned(CPU, cp * tp, (cp - 1) * tp, cp=cp, tp=tp), None
     if (ep := config.expert_parallel.degree) > 1:
         from launcher.experts.apply import apply as apply_experts
 
-        spread = apply_experts(model, Axis("ep", ep), mesh)  # the first rank has most of them
+        spread = apply_experts(model, Axis("ep", ep), mesh)  # the first rank has the most experts
     split_layers(model, mesh, config, spread.splits if spread else ())
     tiled = tile(model, config, CutBy.HOOKS)
     shared = share_sequences(model, mesh, config, CutBy.HOOKS)
@@ -205,7 +207,7 @@ def _traced(
         ends = {name for name, m in model.named_modules() if m in ends_of(model)}
         recorder = TraceRecorder(live, model, [name for name, _ in blocks], sorted(ends), called)
         with recorder.listening():
-            _run(recorder, model, batch, casting, later=False)  # what is made once is made
+            _run(recorder, model, batch, casting, later=False)  # warmup: allocates what is created only once
             trace = _recorded(recorder, model, batch, casting, later=False)
             behind = _recorded(recorder, model, batch, casting, later=True) if late else None
             local = 0
@@ -228,11 +230,12 @@ def _traced(
 
 
 def _untied(model: nn.Module) -> dict[str, str]:
-    """Give the end of the model parameters of its own where it shares some with the beginning: in a pipeline each gets
-    its gradient in the backward of its own stage.
+    """Untie parameters that the modules after the blocks share with those before them.
+
+    In a pipeline, each copy gets its gradient in the backward of its own stage.
 
     Returns:
-        name of each of them -> name of the one that it was.
+        name of each new parameter -> name of the parameter that it was tied to.
     """
     parts = parts_of(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -289,7 +292,7 @@ def _run(
 ) -> None:
     with casting, loss_only():
         loss = loss_in(call(model, batch))
-    loss = loss * 1.0  # as engines weight it
+    loss = loss * 1.0  # as the engine weights the loss
     recorder.turn()
     with putting_off() if later else nullcontext() as put_off, adding_in(recorder.note_own):
         loss.backward()
@@ -305,7 +308,7 @@ def _held_after(
     batch: dict[str, Tensor],
     casting: AbstractContextManager[Any],
 ) -> int:
-    """Return the bytes that are held when the forward has ended behind a block."""
+    """Return the additional bytes that are live when forward is aborted after a block."""
     outputs: list[Any] = []
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -317,14 +320,14 @@ def _held_after(
         with casting, loss_only():
             call(model, batch)
     except _LeftError:
-        pass  # the frames are gone with it
+        pass  # the frames of the forward, and their local variables, are gone
     finally:
         handle.remove()
     return live.now - before
 
 
 class _LeftError(Exception):
-    """The forward has ended behind a block."""
+    """Raised to abort the forward after a block."""
 
 
 def _for_any(trace: MemoryTrace, names: list[str]) -> MemoryTrace:

@@ -1,4 +1,4 @@
-"""The host memory of a node: what its ranks keep there, and the interpreter with its libraries for each of them."""
+"""The host memory of a node: offloaded data of its ranks, and an interpreter with libraries for each rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from launcher.sizes import in_words
 
 @dataclass(frozen=True)
 class NodeHost:
-    """The host memory of a node. Bytes of one rank, of the one that needs most.
+    """The host memory of a node. Bytes are those of the rank that needs the most.
 
     Args:
-        ranks: on the node.
-        offloaded: shards that rest there, and copies of saves.
-        process: Python, torch and transformers, before there is a model.
-        tensors: of the run where the device is the host; else 0.
+        ranks: number of ranks on the node.
+        offloaded: bytes of offloaded shards and of copies for background saves.
+        process: bytes of Python, torch and transformers, before a model is created.
+        tensors: bytes of the run's other tensors if the device is the host; else 0.
     """
 
     ranks: int
@@ -27,11 +27,11 @@ class NodeHost:
 
     @classmethod
     def of(cls, found: Sequence[Estimate], ranks: int, process: int, *, on_host: bool) -> NodeHost:
-        """Return what a node needs.
+        """Return the host memory of a node.
 
         Args:
-            found: the ranks that were looked at.
-            on_host: a run on CPUs: tensors are in host memory.
+            found: estimates of ranks.
+            on_host: whether the run is on CPUs, with all tensors in host memory.
         """
         most = max(found, key=lambda one: one.host + one.peak * on_host)
         return cls(ranks, most.host, process, most.peak * on_host)

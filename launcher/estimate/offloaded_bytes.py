@@ -1,4 +1,4 @@
-"""Bytes of shards by where they rest."""
+"""Bytes of parameters, gradients and master weights by their placement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OffloadedBytes = Counter[Placement]
 
 
 def parameters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
-    """Return what is kept of parameters."""
+    """Return the bytes of parameters by placement."""
     held: OffloadedBytes = Counter()
     for flat in flats:
         held[flat.params_placement if flat.sharded else Placement(flat.pool.device)] += flat.held_bytes
@@ -23,7 +23,7 @@ def parameters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
 
 
 def masters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
-    """Return the bytes of master weights that are no parameters."""
+    """Return the bytes of separate master weights by placement."""
     held: OffloadedBytes = Counter()
     for flat in flats:
         held[flat.optim_placement] += flat.master_bytes
@@ -31,7 +31,7 @@ def masters_of(flats: Iterable[FlatBuffer]) -> OffloadedBytes:
 
 
 def gradients_of(gradients: Iterable[FlatGradient]) -> OffloadedBytes:
-    """Return what is kept of gradients."""
+    """Return the bytes of gradients by placement."""
     held: OffloadedBytes = Counter()
     for gradient in gradients:
         held[gradient.flat.optim_placement if gradient.sharded else Placement(gradient.flat.pool.device)] += (
@@ -41,5 +41,5 @@ def gradients_of(gradients: Iterable[FlatGradient]) -> OffloadedBytes:
 
 
 def on(device: torch.device, held: OffloadedBytes) -> int:
-    """Return what is on a device."""
+    """Return the bytes placed on a device."""
     return held[Placement(device)]

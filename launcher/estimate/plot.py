@@ -1,4 +1,4 @@
-"""A picture of an estimate: a bar for each rank, by component."""
+"""A plot of an estimate: one bar per rank, by component."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MARGIN, BAR = 170, 50  # pixels
 
 
 def memory_bars(ranks: Sequence[Estimate], *, title: str = "", device: float | None = None) -> Figure:
-    """Return who holds what at the peak of each rank.
+    """Return a bar chart of each rank's memory at its peak, by component.
 
     Args:
-        device: bytes: a line.
+        device: bytes of the device, drawn as a line.
     """
     figure = blank(MARGIN + BAR * len(ranks))
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""The part of a model that one rank has: split over tp and cut into stages as the engine does it, on meta."""
+"""The part of a model that one rank holds, split over tp and cut into stages on meta by the engine's code."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class RankPart:
     """The part of a model that a rank holds.
 
     Args:
-        model: on meta; split over tp, and cut into stages.
-        splits: see `SplitModel`; of experts, too.
-        expert_axes: of the ranks that have the same experts, which are those of these parameters; None: all have all.
-        experts: their names.
-        names: of all blocks of the whole model.
-        blocks: those of this rank.
+        model: model on meta, split over tp and cut into stages.
+        splits: see `SplitModel`; includes those of experts.
+        expert_axes: axes of the ranks that hold the same experts; None without expert parallelism.
+        experts: names of the expert parameters.
+        names: names of all blocks of the full model.
+        blocks: blocks of this rank.
         holders: see `holders_of`.
-        boundaries: over the blocks [virtual stages + 1].
-        rank_of: of each virtual stage.
+        boundaries: block index at which each virtual stage begins, and the end [virtual stages + 1].
+        rank_of: pipeline rank of each virtual stage.
         names_of: see `StagedPart`.
     """
 
@@ -54,10 +54,10 @@ class RankPart:
 
 
 class RankParts:
-    """The portions of a model that were asked for.
+    """The parts of a model, created on demand and cached.
 
     Args:
-        model: on meta, whole; left as it is.
+        model: the full model on meta; not modified.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,11 +66,11 @@ class RankParts:
         self._known: dict[Any, RankPart] = {}
 
     def of(self, config: Config, mesh: Mesh, sequence: int) -> RankPart:
-        """Return what the rank of the mesh has.
+        """Return the part of the mesh's rank.
 
         Args:
-            config: resolved.
-            sequence: tokens; costs of blocks depend on them.
+            config: resolved configuration.
+            sequence: sequence length in tokens; the costs of blocks depend on it.
         """
         tp, pp, section = mesh.axes["tp"], mesh.axes["pp"], config.pipeline
         size = config.expert_parallel.degree
@@ -99,7 +99,7 @@ class RankParts:
 
 @dataclass(frozen=True)
 class _Spread:
-    """A model of which layers and experts are split; see `RankPart`."""
+    """A model with split layers and experts; see `RankPart`."""
 
     model: nn.Module
     splits: Mapping[str, Split]
@@ -122,7 +122,7 @@ def _cut(spread: _Spread, config: Config, mesh: Mesh, sequence: int) -> RankPart
         for rank, (begin, end) in zip(rank_of, pairwise(boundaries), strict=True)
         for _ in range(begin, end)
     ]
-    # What other ranks have is copied without what is in it: there are a hundred blocks, and a cut for each layout.
+    # Blocks of other ranks are copied empty: there may be a hundred blocks, and each layout needs a copy.
     model = shallow(
         model, [block for (_, block), rank in zip(blocks, owners, strict=True) if rank != pp.rank]
     )

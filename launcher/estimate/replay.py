@@ -1,4 +1,4 @@
-"""A step of one rank: its actions in their order, with traces in the place of computation."""
+"""Replay of one rank's step: the actions of the schedule, with memory traces in place of computation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from launcher.pipeline.schedules import ONE_STAGE, schedule
 from launcher.pipeline.schedules.actions import Action
 from launcher.pipeline.schedules.transfers import actions_of
 
-MICROBATCHES = 2  # later ones do what the second does, where there are no stages
+MICROBATCHES = 2  # without pipeline stages, later ones behave like the second
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class StepScript:
     """The actions of a rank in a step.
 
     Args:
-        traced: the trace of each block of the whole model; blocks are recomputed or not.
-        ends: the one that the two ends are taken from.
+        traced: block index -> trace, which depends on whether the block is recomputed.
+        ends: trace for the modules before and after the blocks.
     """
 
     rank: SimulatedRank
@@ -48,10 +48,10 @@ class StepScript:
     ends: ModelTrace
 
     def actions(self, most: int) -> tuple[Action, ...]:
-        """In their order.
+        """Return the actions in order.
 
         Args:
-            most: microbatches, the last ones, where there are no stages.
+            most: without pipeline stages, return only the last `most` microbatches.
         """
         pp, section = self.mesh.axes["pp"], self.config.pipeline
         number = int(str(self.config.gradient_accumulation_steps))
@@ -61,11 +61,11 @@ class StepScript:
 
 
 class ScriptedStep:
-    """One step of a script, and what its actions do to memory (`StageActions`).
+    """One step of a script; implements `StageActions` by changes in memory.
 
     Attributes:
-        peaks: bytes at most in each phase.
-        at_peak: of the largest: bytes of buffers, and of activations.
+        peaks: peak bytes of each phase.
+        at_peak: (bytes of buffers, bytes of activations) at the highest peak.
     """
 
     def __init__(self, script: StepScript) -> None:
@@ -77,7 +77,7 @@ class ScriptedStep:
         self._last_stage = len(script.portion.rank_of) - 1
 
     def run(self, most: int = MICROBATCHES) -> None:
-        """Forwards and backwards of all microbatches, and the optimizer's step.
+        """Replay the forwards and backwards of all microbatches, and the optimizer step.
 
         Args:
             most: see `StepScript.actions`.
@@ -114,7 +114,7 @@ class ScriptedStep:
             self._play(self._piece(block).forward, block)
         if stage == self._last_stage:
             self._play(self.script.ends.trace.after.forward)
-        # The trace lets go of the forward's variables at its end, here every stage has an end of its own.
+        # The trace frees the forward's local variables at its end; in a pipeline, the first stage frees them.
         rank.segment(0, ((stage == self._last_stage) - (stage == 0)) * self.script.ends.local)
         if stage == self._last_stage:
             return
@@ -125,7 +125,7 @@ class ScriptedStep:
         """See `StageActions`.
 
         Args:
-            late: gradients of weights are put off.
+            late: whether weight gradients are deferred.
         """
         rank, hidden, stage = self.rank, self.script.ends.hidden, action.stage
         self._begin_backward(self.script.portion.names_of(stage), last)
@@ -157,13 +157,13 @@ class ScriptedStep:
         rank.hooks.end_backward()
 
     def update(self, action: Action) -> None:
-        """All versions of the weights are held from the start."""
+        """Do nothing: all versions of the weights are allocated from the start."""
 
     def receive(self, action: Action) -> None:
-        """All buffers are there from the start."""
+        """Do nothing: all receive buffers are allocated from the start."""
 
     def send(self, action: Action) -> None:
-        """Do nothing: memory that is sent was freed where it was made."""
+        """Do nothing: `forward` and `backward` have already freed the sent tensor."""
 
     # ---- backward ---------------------------------------------------------------------------
 
@@ -172,10 +172,10 @@ class ScriptedStep:
         self._plan.begin_backward(self.rank.reducer, blocks, last=last)
 
     def _put_off(self, stage: int) -> tuple[list[tuple[str, int]], int]:
-        """Return the gradients that the backward of the input has left.
+        """Return the weight gradients that the input backward has deferred.
 
         Returns:
-            (parameter, bytes of its gradient) for each; and the bytes that were held until now to compute them.
+            (parameter, bytes of its gradient) for each, and the bytes held until now to compute them.
         """
         pairs: list[tuple[BlockTrace, BlockTrace, int]] = [
             (self._piece(block), self._piece(block, late=True), block) for block in self._blocks(stage)
@@ -228,7 +228,7 @@ class ScriptedStep:
         return "" if block < 0 else self.script.portion.names[block]
 
     def _receive_buffers(self) -> int:
-        """Messages that are received before they are needed."""
+        """Return the bytes of the buffers for messages that are received ahead of time."""
         pp = self.script.mesh.axes["pp"]
         kinds = (pp.rank > 0) + (pp.rank < pp.degree - 1)
         number = min(AHEAD, int(str(self.script.config.gradient_accumulation_steps)))

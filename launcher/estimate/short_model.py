@@ -1,4 +1,4 @@
-"""A model with as few blocks as show what each of its blocks does: blocks that are alike count once."""
+"""A shortened copy of a model, with only enough blocks to represent all: identical blocks are merged."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ShortModel:
     """A short model.
 
     Args:
-        model: a copy that shares the parameters, on meta.
-        stands_for: of each block of the whole model, the number of the short model's block that is like it. The first
-            and the last of a row stand for themselves.
+        model: a copy on meta that shares the parameters.
+        stands_for: for each block of the full model, the index of the short model's block that represents it.
+            The first and the last block of each `ModuleList` represent only themselves.
     """
 
     model: nn.Module
@@ -31,10 +31,10 @@ class ShortModel:
 
 
 def shortened(model: nn.Module) -> ShortModel:
-    """Return the model with the blocks that are needed, those at the front of each row.
+    """Return the model with only the first blocks of each `ModuleList`, as many as are needed.
 
     Args:
-        model: on meta; left as it is.
+        model: model on meta; not modified.
     """
     rows: dict[str, list[nn.Module]] = {}
     for name, block in unit_modules(model):
@@ -63,10 +63,10 @@ def shortened(model: nn.Module) -> ShortModel:
 
 
 def shallow(model: nn.Module, hollow: Collection[nn.Module] = ()) -> nn.Module:
-    """Return a copy of all modules with the same parameters, buffers and config; a deepcopy takes ten times as long.
+    """Return a copy of all modules that shares parameters, buffers and config; 10x faster than a deepcopy.
 
     Args:
-        hollow: modules of the model whose copies have no modules, parameters and buffers in them.
+        hollow: modules whose copies are emptied of submodules, parameters and buffers.
     """
     made = {module: type(module).__new__(type(module)) for module in _modules(model, set(hollow))}
     for module, one in made.items():
@@ -77,7 +77,7 @@ def shallow(model: nn.Module, hollow: Collection[nn.Module] = ()) -> nn.Module:
 
 
 def _modules(module: nn.Module, hollow: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Yield a module and those in it, but for what is in hollow ones."""
+    """Yield a module and its submodules, without descending into hollow ones."""
     yield module
     if module not in hollow:
         for child in module.children():
@@ -85,18 +85,18 @@ def _modules(module: nn.Module, hollow: Collection[nn.Module]) -> Iterator[nn.Mo
 
 
 def _renewed(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:
-    """Return what an attribute of a copied module is: modules are the copies, containers are new."""
+    """Return an attribute's value for a copied module: modules become copies, and containers are new."""
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if kind in (dict, OrderedDict) and not value:  # most of them: hooks that nobody has set
+    if kind in (dict, OrderedDict) and not value:  # fast path: most are empty hook dictionaries
         return kind()
     if isinstance(value, nn.Module):
         return made.get(value, value)
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, made.get(value.__self__, value.__self__))
     if isinstance(value, dict):
-        renewed = copy.copy(value)  # as dict-like as it was
+        renewed = copy.copy(value)  # keeps the dict subclass
         renewed.update((key, _renewed(one, made)) for key, one in value.items())
         return renewed
     if kind in (list, tuple, set):
@@ -105,7 +105,7 @@ def _renewed(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:
 
 
 def _kinds(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Hashable]:
-    """Return what the memory of each block depends on."""
+    """Return a key for each block; blocks with equal keys use the same memory."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     types = getattr(text, "layer_types", None) or ()
@@ -117,14 +117,14 @@ def _kinds(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Hashable]:
 
 
 def _needed(kinds: list[Hashable]) -> tuple[int, tuple[int, ...]]:
-    """Return how many blocks at the front are needed, and which of them stands for each."""
+    """Return how many leading blocks are needed, and the index of the one that represents each block."""
     last = len(kinds) - 1
     first_inside: dict[Hashable, int] = {}
     for place, kind in enumerate(kinds[1:last], 1):
         first_inside.setdefault(kind, place)
     number = max(first_inside.values(), default=min(last, 1)) + 2 if last > 1 else last + 1
     while number <= last and kinds[number - 1] != kinds[last]:
-        number += 1  # the short model must end as the whole one does
+        number += 1  # the last block must be of the same kind as in the full model
     number = min(number, last + 1)
     inside = [first_inside[kind] for kind in kinds[1:last]]
     return number, (0, *inside, number - 1) if last else (0,)

@@ -1,6 +1,6 @@
-"""The engine's own memory without the memory: units, flat buffers, gradients, pool, unsharder and reducer on meta.
+"""The engine's state on meta, without values: units, flat buffers, gradients, pool, unsharder and reducer.
 
-What is taken, kept and given back is decided by the code that decides it in a run. Only values are left out.
+The code of a real run decides what is allocated, kept and freed. Only the values are missing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ META = torch.device("meta")
 
 
 class SimulatedBuffer(FlatBuffer):
-    """A flat buffer that shows no module its parameters."""
+    """A flat buffer whose parameters are not attached to modules."""
 
     def attach(self) -> None: ...
 
@@ -49,10 +49,10 @@ class SimulatedBuffer(FlatBuffer):
 
 
 class SimulatedGradient(FlatGradient):
-    """Its gradient; the leaves have none.
+    """The gradient of a simulated buffer, whose leaves have no gradients.
 
     Attributes:
-        collected: called when those of the leaves have been taken.
+        collected: called when the leaves' gradients have been collected.
     """
 
     collected: Callable[[FlatGradient], None]
@@ -66,10 +66,10 @@ class SimulatedGradient(FlatGradient):
 
 
 class SimulatedState(FlatState):
-    """The optimizer's state of a buffer that rests in a tier; no optimizer has it in hand.
+    """The offloaded optimizer state of a buffer, without an optimizer.
 
     Args:
-        dtypes: of the states with a value for each element.
+        dtypes: dtypes of the states with a value for each element.
     """
 
     def __init__(self, gradient: FlatGradient, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -90,10 +90,10 @@ class SimulatedState(FlatState):
 
 
 class SimulatedPool(BufferPool):
-    """Tells of each buffer that is taken.
+    """A buffer pool with a callback.
 
     Args:
-        taken: called then.
+        taken: called after each buffer taken from the pool.
     """
 
     def __init__(self, device: torch.device, taken: Callable[[], None]) -> None:
@@ -109,38 +109,38 @@ class SimulatedPool(BufferPool):
 
 
 class SimulatedHooks(Hooks):
-    """The hooks of modules and autograd, called by a trace."""
+    """The hooks of modules and autograd, called by the replay of a trace."""
 
     def _register(self) -> None:
         self.packing.enabled = False
         self.arrival = {slot: self._arrival(unit) for unit in self.units for slot in unit.trainable_slots()}
 
     def begin_forward(self) -> None:
-        """The model's forward begins."""
+        """Run the hooks at the start of the model's forward."""
         self.abandon()
         self.unsharder.begin(with_grad=True)
         self.unsharder.use(self.root, "forward")
 
     def begin_backward(self) -> None:
-        """Its backward begins, if it has not."""
+        """Run the hooks at the start of the model's backward, unless it has already begun."""
         if self.state is not TrainingState.BACKWARD:
             self.state = TrainingState.BACKWARD
             self.enter_root()
 
 
 class SimulatedRank:
-    """Memory of one rank.
+    """The memory of one rank.
 
     Args:
-        portion: what it has of the model.
-        config: resolved.
-        mesh: as this rank sees it.
-        states: what the optimizer keeps.
+        portion: the rank's part of the model.
+        config: resolved configuration.
+        mesh: this rank's mesh.
+        states: bytes of optimizer states.
 
     Attributes:
-        versions: of the weights, all held at once.
-        live: bytes of activations and of gradients that leaves hold.
-        peak: bytes of the device at most since `restart`; at_peak: of these, what `pool` and `live` had.
+        versions: number of weight versions, all held at once.
+        live: bytes of activations and of gradients on leaves.
+        peak: peak bytes on the device since `restart`; at_peak: the bytes of `pool` and `live` at that peak.
     """
 
     def __init__(self, portion: RankPart, config: Config, mesh: Mesh, states: StateBytes) -> None:
@@ -178,10 +178,10 @@ class SimulatedRank:
         self._fixed = 0
         self.versions = _versions(config, mesh)
 
-    # ---- what is held -----------------------------------------------------------------------
+    # ---- held memory ------------------------------------------------------------------------
 
     def kept(self) -> tuple[OffloadedBytes, OffloadedBytes, OffloadedBytes]:
-        """Bytes of parameters, of gradients, and of what the optimizer has, by where they rest."""
+        """Return the bytes of parameters, of gradients, and of optimizer states, by placement."""
         masters = masters_of(self.flats)
         masters.update(self.optimizer)
         parameters = parameters_of(self.flats)
@@ -190,21 +190,21 @@ class SimulatedRank:
         return parameters, gradients_of(self.gradients), masters
 
     def fix(self) -> None:
-        """Count from here on as held what is held between steps."""
+        """Set the bytes held between steps, to which the pool and `live` add."""
         self._fixed = sum(on(META, held) for held in self.kept())
 
-    # ---- what changes -----------------------------------------------------------------------
+    # ---- changes ----------------------------------------------------------------------------
 
     def segment(self, peak: int, change: int) -> None:
-        """Activations come and go."""
+        """Account for activations that are allocated and freed."""
         self._look(peak)
         self.live += change
 
     def gradient(self, name: str, nbytes: int, *, in_place: bool) -> None:
-        """Note that the gradient of a parameter has come.
+        """Account for the gradient of a parameter, and run its hook.
 
         Args:
-            in_place: it is added to what the leaf has.
+            in_place: whether the gradient is added in place.
         """
         slot = self.slots.get(name)
         if slot is None or not slot.trainable:
@@ -218,25 +218,25 @@ class SimulatedRank:
         self.hooks.arrival[slot](slot.leaf)
 
     def makes(self, name: str, *, in_place: bool) -> bool:
-        """Return whether a gradient is a new tensor that its leaf holds."""
+        """Return whether a gradient is a new tensor on its leaf."""
         slot = self.slots.get(name)
         if slot is None or not slot.trainable:
             return False
-        has_one = slot in self._on_leaves or slot in self._in_place  # to which autograd adds
+        has_one = slot in self._on_leaves or slot in self._in_place  # autograd accumulates into it
         return not (self.gradient_of[slot].adds_in_place or has_one or self._goes_in_place(slot, in_place))
 
     def _goes_in_place(self, slot: ParamSlot, in_place: bool) -> bool:
         return in_place and self.gradient_of[slot].place(slot) is not None
 
     def step(self) -> None:
-        """The optimizer steps what rests in tiers."""
+        """Run the optimizer step for offloaded states."""
         batches = ([state] for state in self._states)
         for pending in step_in_turn(batches, _use, _not_in_halves, ahead=self.placements.reads_ahead):
             pending.wait()
         self.placements.buffers.wait_for_writes()
 
     def finish_step(self) -> None:
-        """A step is over: what is alive now is alive between steps."""
+        """End a step: memory that is still held is held between steps."""
         for gradient in self.gradients:
             gradient.zero()
         self._on_leaves.clear()
@@ -245,7 +245,7 @@ class SimulatedRank:
         self.fix()
 
     def restart(self) -> None:
-        """The peak is looked for from here on."""
+        """Reset the peak to the current value."""
         self.peak = 0
         self._look()
 
@@ -262,7 +262,7 @@ class SimulatedRank:
 
 
 def _versions(config: Config, mesh: Mesh) -> int:
-    """Return how many versions of the weights are held where training is asynchronous."""
+    """Return how many versions of the weights are held: more than one only in asynchronous training."""
     pp, section = mesh.axes["pp"], config.pipeline
     if pp.degree == 1 or not section.asynchronous:
         return 1
@@ -272,7 +272,7 @@ def _versions(config: Config, mesh: Mesh) -> int:
 
 
 def _use(gradient: FlatGradient) -> bool:
-    """Bring in what is stepped with; nothing is written."""
+    """Load the owned shard for the optimizer step; return False, since nothing is written."""
     _ = gradient.owned
     return False
 

@@ -1,4 +1,4 @@
-"""Bytes that an optimizer keeps, found by letting it step a small tensor."""
+"""Bytes of optimizer states, measured by stepping the optimizer on a small tensor."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ SIZE = 48  # elements
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The states that an optimizer keeps of a slice.
+    """The states that an optimizer keeps for a slice of a parameter.
 
     Args:
-        dtypes: of the states that have a value for each element.
-        once: bytes of the others.
+        dtypes: dtypes of the states with a value for each element.
+        once: total bytes of the other states.
     """
 
     dtypes: dict[str, torch.dtype]
     once: int
 
     def bytes_of(self, numel: int) -> int:
-        """Return the bytes of so many elements."""
+        """Return the bytes of the states for `numel` elements."""
         return self.once + numel * sum(dtype.itemsize for dtype in self.dtypes.values())
 
 
 class StateBytes:
-    """The bytes that the optimizer of a configuration keeps of each parameter.
+    """The bytes of states that the configured optimizer keeps for each parameter.
 
     Args:
-        config: resolved.
-        model: names and shapes.
+        config: resolved configuration.
+        model: model with the parameters' names and shapes.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
@@ -53,7 +53,7 @@ class StateBytes:
         self._found: dict[tuple[int, torch.dtype], OptimizerStates] = {}
 
     def of(self, gradients: Iterable[FlatGradient]) -> OffloadedBytes:
-        """Return the bytes of the states of what a rank owns, by where they rest."""
+        """Return the bytes of the states for the shards that a rank owns, by placement."""
         held: OffloadedBytes = Counter()
         for gradient in gradients:
             flat = gradient.flat
@@ -67,7 +67,7 @@ class StateBytes:
         return held
 
     def dtypes(self, gradient: FlatGradient) -> dict[str, torch.dtype]:
-        """Return the states with a value for each element of a buffer, by name."""
+        """Return name -> dtype of the states with a value for each element of a buffer."""
         names = (slot.name for slot in gradient.flat.slots if slot.name in self._group_of)
         name = next(names, None)
         if name is None:

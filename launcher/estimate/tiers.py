@@ -1,4 +1,4 @@
-"""A tier that keeps no values: it counts bytes."""
+"""An offload tier that stores no values and only counts bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from launcher.offload.tier import finished, size_of
 
 
 class CountingTier:
-    """See `Tier`. What is read from it has any content.
+    """See `Tier`. The content of tensors read from it is undefined.
 
     Attributes:
-        most: bytes at most.
+        most: maximum number of bytes stored at once.
     """
 
     name = "counted"
@@ -24,11 +24,11 @@ class CountingTier:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that rest here now."""
+        """Return the number of bytes stored now."""
         return sum(self._sizes.values())
 
     def reserve(self, size: int) -> None:
-        """Reserve space: there is always room."""
+        """Do nothing: space is unlimited."""
 
     def write(self, key: str, tensor: Tensor) -> Future[None]:
         """See `Tier`."""

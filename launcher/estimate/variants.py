@@ -1,4 +1,4 @@
-"""Alternatives to one run: stages and offload side by side, and what to change so that a run fits. All is estimated."""
+"""Estimates of alternatives to a run: all ZeRO stages and offload modes, and changes that make a run fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.estimate.answer import Estimate
 from launcher.estimate.estimator import Estimator
 
 ConfigChanges = Mapping[str, Any]
-"""Dotted path of a key -> its value; None: the key goes."""
+"""Dotted path of a key -> its new value; None removes the key."""
 
 STAGE, PARAM, OPTIMIZER = (
     f"zero_optimization.{key}" for key in ("stage", "offload_param", "offload_optimizer")
@@ -34,12 +34,12 @@ MODES: tuple[tuple[str, ConfigChanges], ...] = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A run by another way.
+    """An alternative to a run.
 
     Args:
-        name: in words.
-        ranks: see `Estimator.run`; empty where it cannot be done.
-        refused: why.
+        name: description.
+        ranks: see `Estimator.run`; empty if the variant is not possible.
+        refused: why it is not possible.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Variant:
 
     @property
     def peak(self) -> int:
-        """Return the bytes of the device on the fullest rank."""
+        """Return the peak bytes on the device of the most loaded rank."""
         return max(one.peak for one in self.ranks)
 
     def fits(self, device: int) -> bool:
@@ -56,10 +56,10 @@ class Variant:
 
 
 def edited(config: Config, edits: ConfigChanges) -> Config:
-    """Return the same with other keys.
+    """Return the configuration with other values of some keys.
 
     Raises:
-        ConfigError: they cannot stand together.
+        ConfigError: the keys do not fit each other.
     """
     tree = config.given()
     for path, value in edits.items():
@@ -77,7 +77,7 @@ def edited(config: Config, edits: ConfigChanges) -> Config:
 def variant(
     estimator: Estimator, config: Config, name: str, edits: ConfigChanges, world: int, sequence: int | None
 ) -> Variant:
-    """Return a run with other keys."""
+    """Return the estimate with other values of some keys."""
     try:
         return Variant(name, tuple(estimator.run(edited(config, edits), world, sequence)))
     except LauncherError as error:
@@ -85,20 +85,20 @@ def variant(
 
 
 def side_by_side(estimator: Estimator, config: Config, world: int, sequence: int | None) -> list[Variant]:
-    """Return all stages and offload modes."""
+    """Return the variants for all ZeRO stages and offload modes."""
     return [variant(estimator, config, name, edits, world, sequence) for name, edits in MODES]
 
 
 def advice(
     estimator: Estimator, config: Config, world: int, sequence: int | None, device: int
 ) -> tuple[list[str], Variant] | None:
-    """Return what to write so that a run fits, and what it needs then; None: nothing here is enough.
+    """Return changes to the JSON that make a run fit, and the resulting estimate; None if none are enough.
 
-    The changes are tried in the order of what they cost, on top of each other; those without which it fits, too, are
-    left out again.
+    Changes are added one by one in the order of their cost. Those that turn out to be unnecessary are then
+    removed.
 
     Args:
-        device: bytes.
+        device: usable bytes of the device.
     """
 
     def tried(changes: list[tuple[str, ConfigChanges]]) -> Variant:
@@ -122,7 +122,7 @@ def advice(
 
 
 def _changes(config: Config, world: int) -> Iterator[tuple[str, ConfigChanges]]:
-    """Yield changes from the cheapest on: (in words, keys). Each replaces what earlier ones say of the same keys."""
+    """Yield (description, keys) of changes, cheapest first. Later ones override the keys of earlier ones."""
     try:
         batch = config.resolve(dp_degree=config.dp_degree(world))
         micro, steps = (int(str(getattr(batch, key))) for key in (MICRO, ACCUMULATION))

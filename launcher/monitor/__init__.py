@@ -1,1 +1,1 @@
-"""The output of a run: metrics, pictures, timings, memory, logs of collectives, traces."""
+"""The output of a run: metrics, plots, timings, memory, logs of collectives, traces."""

@@ -1,7 +1,7 @@
-"""Moments on the clock of a device, and the seconds between them.
+"""Points in time on the clock of a device, and the seconds between them.
 
-On CPUs the clock of the process. On CUDA events of the current stream: taking one costs no synchronisation; the seconds
-up to one are known when the device has come there, and asking for them waits for that.
+On CPUs this is the clock of the process. On CUDA it is an event on the current stream: recording one does not
+synchronize, and `seconds_between` waits until the device has reached the second event.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Moment = float | torch.cuda.Event
 
 
 def now(device: torch.device) -> Moment:
-    """Return the present moment."""
+    """Return the current time of a device."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -23,7 +23,7 @@ def now(device: torch.device) -> Moment:
 
 
 def seconds_between(first: Moment, last: Moment) -> float:
-    """Return the seconds from one moment to another of the same device."""
+    """Return the seconds between two points in time of the same device."""
     if isinstance(first, float) or isinstance(last, float):
         return float(last) - float(first)  # type: ignore[arg-type]
     last.synchronize()

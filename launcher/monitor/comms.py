@@ -1,4 +1,4 @@
-"""The log of collectives (`comms_logger`): how many, how large, how long, how fast."""
+"""The log of collectives (`comms_logger`): counts, message sizes, times and bandwidths."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 CollectiveKey = tuple[str, str, int]
-"""(operation, who asked, bytes of a message)."""
+"""(operation, caller, message bytes)."""
 
 
 @dataclass
 class CollectiveTotals:
-    """Collectives of one kind. Seconds are summed over `count` collectives.
+    """Totals of collectives with the same key. Seconds are summed over `count` collectives.
 
     Attributes:
-        moved: bytes that this rank sent, by the theory of the best algorithm.
-        seconds: from the start to the end of the wait, compute that overlapped included.
-        blocked: of these, the wait.
+        moved: bytes that this rank sends with an optimal algorithm.
+        seconds: from the start to the end of the wait, including overlapped compute.
+        blocked: the part of `seconds` spent in the wait.
     """
 
     count: int = 0
@@ -29,8 +29,8 @@ class CommsLog:
     """Adds up collectives.
 
     Args:
-        operations: those to log; None: all.
-        by_unit: tell the units apart, not only the phases (`comms_logger.debug`).
+        operations: operations to log; None logs all.
+        by_unit: separate rows per unit, not only per phase (`comms_logger.debug`).
         verbose: prints a line for each collective; None prints nothing.
     """
 
@@ -45,11 +45,11 @@ class CommsLog:
         self.rows: dict[CollectiveKey, CollectiveTotals] = {}
 
     def logs(self, operation: str) -> bool:
-        """Return whether this operation is one of those that are logged."""
+        """Return whether this operation is logged."""
         return self.operations is None or operation in self.operations
 
     def add(self, operation: str, tag: str, nbytes: int, moved: int, seconds: float, blocked: float) -> None:
-        """Add one collective that was waited for; `tag` is unit/phase."""
+        """Add one finished collective; `tag` is unit/phase."""
         who = tag if self.by_unit else tag.rpartition("/")[2]
         row = self.rows.setdefault((operation, who, nbytes), CollectiveTotals())
         row.count += 1
@@ -68,8 +68,8 @@ class CommsLog:
         """Return the log as text.
 
         Args:
-            stragglers: the least seconds that any rank took for a row; adds a column with what this rank took more:
-                it waited for a slower one.
+            stragglers: minimum seconds over all ranks for each row; adds a column with this rank's excess,
+                which is time spent waiting for slower ranks.
         """
         heads = [
             "operation",
@@ -96,16 +96,18 @@ class CommsLog:
 
 
 def bandwidths(nbytes: int, row: CollectiveTotals) -> tuple[float, float]:
-    """Return the algorithm and bus bandwidth in Gbit/s, as nccl-tests defines them (doc/PERFORMANCE.md): message bytes
-    over time, and bytes that a rank sends over time. Overlapped compute is in the time, so they are lower bounds."""
+    """Return the algorithm and bus bandwidth in Gbit/s, as defined by nccl-tests (doc/PERFORMANCE.md).
+
+    These are message bytes over time, and bytes that a rank sends over time. The time includes overlapped
+    compute, so both are lower bounds.
+    """
     if row.seconds <= 0:
         return 0.0, 0.0
     return 8e-9 * nbytes * row.count / row.seconds, 8e-9 * row.moved / row.seconds
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Return the rows of cells as aligned text; the first is the heading, the first `left` columns stand on the
-    left."""
+    """Return the rows, starting with the heading, as text with the first `left` columns left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,10 +1,10 @@
-"""The memory of a device that the tensors of a run can take: the device's, less what lies beside them.
+"""The memory of a device that is available to tensors: the device's total less overheads.
 
-    context     of CUDA, with the kernels that a run loads; no allocator counts it
-    group       buffers of NCCL for one group of ranks, outside the allocator, too
-    reserve     rounding and fragmentation of the allocator, workspaces of libraries: a share of the device
+    context     CUDA context with loaded kernels, which the allocator does not count
+    group       NCCL buffers per process group, also outside the allocator
+    reserve     allocator rounding and fragmentation, and library workspaces: a share of the device
 
-The figures are published ones: `devices.json` has them with their sources.
+The figures are published ones; `devices.json` lists them with their sources.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ RESERVE = 0.06
 
 @dataclass(frozen=True)
 class DeviceBudget:
-    """A device's memory and who takes of it. All but `reserve` in bytes.
+    """A device's memory and its overheads, in bytes except for `reserve`.
 
     Args:
-        memory: what a program gets.
-        context: of CUDA.
-        group: of each group of ranks that exchange anything.
-        reserve: share of `memory` that a plan leaves free.
-        attention: the device's kernels; see `Device`.
+        memory: memory visible to a program.
+        context: CUDA context.
+        group: buffers of each process group.
+        reserve: share of `memory` to leave free.
+        attention: the device's attention kernels; see `Device`.
     """
 
     memory: float
@@ -39,10 +39,11 @@ class DeviceBudget:
     attention: tuple[str, ...] = ()
 
     def usable(self, degrees: Sequence[int] = ()) -> int:
-        """Return the bytes that tensors can take.
+        """Return the bytes available to tensors.
 
         Args:
-            degrees: of the axes of the mesh; ranks of each have a group, and all ranks one where there are several.
+            degrees: degrees of the mesh axes. Each axis has a process group; with several axes, the world has
+                one as well.
         """
         return max(0, int(self.memory * (1 - self.reserve) - self.context - self.group * _groups(degrees)))
 
@@ -59,10 +60,10 @@ class DeviceBudget:
 
 
 def budget_of(gpu: str, reserve: float = RESERVE) -> DeviceBudget:
-    """Return the budget of a device, by its name, the file of its measured row, or the number of its bytes.
+    """Return the budget of a device, given by its name, the file of its measured row, or its memory.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `gpu` is none of these.
     """
     if not gpu.strip()[:1].isdigit():
         return budget_for(device(gpu), reserve)
@@ -76,10 +77,10 @@ def budget_of(gpu: str, reserve: float = RESERVE) -> DeviceBudget:
 
 
 def budget_for(known: Device, reserve: float = RESERVE, memory: float | None = None) -> DeviceBudget:
-    """Return the budget of a device that is known.
+    """Return the budget of a known device.
 
     Args:
-        memory: bytes, where it is not what the table says.
+        memory: bytes of memory, if it differs from the table.
     """
     given = known.memory if memory is None else memory
     return DeviceBudget(given, known.context, known.group, reserve, known.attention)

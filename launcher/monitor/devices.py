@@ -1,4 +1,4 @@
-"""Abilities of devices, by their data sheets: `devices.json`, one table for utilisation, memory estimates and plans."""
+"""Device specifications from data sheets (`devices.json`), for utilisation, memory estimates and plans."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ TABLE = Path(__file__).with_name("devices.json")
 
 @dataclass(frozen=True)
 class Device:
-    """A device and its place in a node. FLOP/s of dense bf16; bytes and bytes/s, of one direction.
+    """A device and its node. FLOP/s are for dense bf16; bandwidths are in bytes/s per direction.
 
     Args:
-        title: for people.
-        memory: what a program gets.
-        flops, traffic: peaks of the data sheet.
-        per_node: devices of a node, as the maker builds it.
-        inside, across, host: to the other devices of the node, to other nodes, to host memory.
-        matmul_share, traffic_share: what training reaches of `flops` and `traffic`.
-        half_width: hidden size over tp at which products reach half of that share: narrow ones keep it less busy.
-        network_share: what collectives reach of `inside` and `across`.
-        fp32_share: of `flops`, for products of fp32.
-        host_traffic: what a rank gets of the memory of its host while all ranks use it.
-        context, group: bytes of memory beside tensors; see `device_budget.py`.
-        attention: the kernels of scaled_dot_product_attention that torch has for it.
-        calibrated_on: where these shares come from; "" where they are the defaults.
+        title: display name.
+        memory: bytes of memory visible to a program.
+        flops, traffic: peak FLOP/s and memory bandwidth from the data sheet.
+        per_node: devices per node in the vendor's systems.
+        inside, across, host: bandwidth to the other devices of the node, to other nodes, and to host memory.
+        matmul_share, traffic_share: shares of `flops` and `traffic` that training reaches.
+        half_width: hidden size / tp at which products reach half of that share, since narrow ones are slower.
+        network_share: share of `inside` and `across` that collectives reach.
+        fp32_share: share of `flops` for fp32 products.
+        host_traffic: host memory bandwidth per rank while all ranks use it.
+        context, group: bytes of overhead besides tensors; see `device_budget.py`.
+        attention: torch's kernels for scaled_dot_product_attention on this device.
+        calibrated_on: source of the shares; "" for the defaults.
     """
 
     title: str
@@ -55,36 +55,35 @@ class Device:
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the peak of the device `torch.cuda.get_device_name()` calls `name`; None when it is not known."""
+    """Return the peak FLOP/s of a device by its `torch.cuda.get_device_name()`; None if it is unknown."""
     row = _row(name)
     return None if row is None else float(row["tflops"]) * 1e12
 
 
 def device(name: str) -> Device:
-    """Return the device of a name: "h100", "A100 40", "NVIDIA A100-SXM4-80GB"; or of a file that `launch bench device`
-    wrote.
+    """Return a device by name ("h100", "A100 40", "NVIDIA A100-SXM4-80GB") or file of `launch bench device`.
 
     Raises:
-        ConfigError: there is no such device in the table, or the file is none.
+        ConfigError: the table has no such device, or the file is not valid.
     """
     return device_of(row_of(name))
 
 
 def row_of(name: str) -> dict[str, Any]:
-    """Return the row of a device, of the table or a file; see `device`."""
+    """Return the row of a device from the table or a file; see `device`."""
     row = _measured(name) if name.endswith(".json") else _row(name)
     if row is None:
         known = [str(each["names"][0]).lower().replace(" ", "-") for each in _table()["devices"]]
         near = [one for one in known if name.lower() in one] or difflib.get_close_matches(name.lower(), known)
         meant = f"did you mean {near[0]}? " if name and near else ""
-        if name[:1].isdigit() and not near:  # as memory-estimate takes it
+        if name[:1].isdigit() and not near:  # a number of bytes, which memory-estimate accepts
             meant = f"name its type, which says how fast it is, and write --memory {name} beside it; "
         raise ConfigError(f"unknown GPU {name!r}", where="--gpu", fix=f"{meant}known: {', '.join(known)}")
     return row
 
 
 def device_of(row: dict[str, Any]) -> Device:
-    """Return the device of a row; what it leaves out is as in most devices."""
+    """Return the device of a row, with defaults for missing figures."""
     shares = {**defaults(), **row}
     return Device(
         title=row["title"],
@@ -109,7 +108,7 @@ def device_of(row: dict[str, Any]) -> Device:
 
 
 def defaults() -> dict[str, Any]:
-    """Return the figures of a device whose row leaves them out."""
+    """Return the default figures for devices whose row does not contain them."""
     return dict(_table()["defaults"])
 
 
@@ -135,7 +134,7 @@ def _measured(path: str) -> dict[str, Any]:
 
 
 def _row(name: str) -> dict[str, Any] | None:
-    """Return the first row whose words stand in the name."""
+    """Return the first row with a name whose words occur in sequence in `name`."""
     words = name.upper().replace("-", " ").split()
     for row in _table()["devices"]:
         if any(_runs_in(known.upper().split(), words) for known in row["names"]):

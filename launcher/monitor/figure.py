@@ -1,4 +1,4 @@
-"""The common style of all pictures of this project; matplotlib without a screen."""
+"""The common style of all plots in this project, drawn by matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT, DPI = 900, 500, 100  # pixels
 LEAST_HEIGHT = 200
-IN_A_ROW = 6  # entries of a legend
+IN_A_ROW = 6  # legend entries per row
 
 
 def blank(height: float = HEIGHT) -> Figure:
-    """Return a figure of that many pixels, to be drawn on."""
+    """Return an empty figure with a height in pixels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -26,10 +26,10 @@ def blank(height: float = HEIGHT) -> Figure:
 
 
 def finish(axes: Axes, *, legend_below: bool = False) -> None:
-    """Add grid, frame and legend as in all pictures.
+    """Add the grid, frame and legend.
 
     Args:
-        legend_below: in one row below all, where the picture has no empty place for it.
+        legend_below: put the legend below the plot, if there is no empty space inside.
     """
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
@@ -41,7 +41,7 @@ def finish(axes: Axes, *, legend_below: bool = False) -> None:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a .png or a .svg, by the name, and its directory where there is none; returns the path."""
+    """Write the figure as .png or .svg, creating the directory if needed; return the path."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
     return Path(path)

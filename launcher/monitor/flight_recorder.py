@@ -1,6 +1,7 @@
-"""The last thing that a rank began, and the times of its steps, where its agent can read them: 512 bytes of memory.
+"""Flight recorder: the last operation that a rank began and its step times, in memory shared with its agent.
 
-It costs a rank a microsecond, and it can be read while the rank hangs. Standard library only: both sides use it.
+An update of the 512 bytes takes a microsecond, and the agent can read them while the rank hangs. Uses only
+the standard library, since both sides import it.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ _LONGEST = _TEXT_SIZE - _HEAD.size
 _BETWEEN = "\n"
 _TRIES = 3
 COUNTED = ("forward", "backward", "step")
-"""The phases of a step that `StepCounters` has, each with its waits."""
+"""The phases of a step with a time and a wait time in `StepCounters`."""
 
 
 @dataclass(frozen=True)
 class StepCounters:
-    """The steps of a rank, and what they took since it began: seconds, of which `*_wait` were waits for other ranks."""
+    """The steps of a rank and their total seconds; `*_wait` is the part spent waiting for other ranks."""
 
     steps: float = 0.0
-    """Optimizer steps of the run, those before a resume included."""
+    """Optimizer steps of the run, including those before a resume."""
     samples: float = 0.0
-    """Sequences, over all ranks."""
+    """Sequences over all ranks."""
     counted: float = 0.0
-    """Optimizer steps that the times below are of."""
+    """Optimizer steps included in the times below."""
     total: float = 0.0
-    """From the end of the first step."""
+    """Seconds since the end of the first step."""
     forward: float = 0.0
     forward_wait: float = 0.0
     backward: float = 0.0
@@ -44,12 +45,12 @@ class StepCounters:
     step: float = 0.0
     step_wait: float = 0.0
     checkpoint: float = 0.0
-    """Saves that held up training."""
+    """Seconds of saves that blocked training."""
     memory: float = 0.0
-    """Bytes that the process holds on its device now."""
+    """Bytes that the process currently holds on its device."""
     peak: float = 0.0
     saved_step: float = -1.0
-    """The step of the last checkpoint that is complete; -1: none."""
+    """The step of the last complete checkpoint; -1 if there is none."""
     saved_at: float = 0.0
     """Seconds since the epoch."""
 
@@ -60,7 +61,7 @@ assert _COUNTERS.size <= SIZE - _TEXT_SIZE
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """The last thing that a rank began, and how long ago; `number` counts what it began with these ranks, `among`."""
+    """The last operation that a rank began, and its age; `number` counts operations of the ranks `among`."""
 
     number: int
     text: str
@@ -69,7 +70,7 @@ class FlightRecord:
 
 
 class FlightRecorder:
-    """A rank's side.
+    """The rank's side of the record.
 
     Args:
         path: a file of SIZE bytes.
@@ -82,25 +83,25 @@ class FlightRecorder:
         self._counters, self._written, self._lock = StepCounters(), 0, threading.Lock()
 
     def show(self, text: str, among: str = "") -> None:
-        """Say what begins, and which ranks all begin it: these count alike."""
+        """Record the start of an operation of the ranks `among`, which all count their operations alike."""
         self._numbers[among] += 1
         data = f"{among}{_BETWEEN}{text}".encode()[:_LONGEST]
         self._memory[_HEAD.size : _HEAD.size + len(data)] = data
         _HEAD.pack_into(self._memory, 0, self._numbers[among], time.monotonic(), len(data))
 
     def count(self, counters: StepCounters) -> None:
-        """Say what the steps took so far; what `saved` has said stays."""
+        """Record the counters so far, except for those that `saved` records."""
         with self._lock:
             saved = {"saved_step": self._counters.saved_step, "saved_at": self._counters.saved_at}
             self._write(replace(counters, **saved))
 
     def saved(self, step: int) -> None:
-        """Say that the checkpoint of a step is complete; any thread may."""
+        """Record that the checkpoint of a step is complete; thread-safe."""
         with self._lock:
             self._write(replace(self._counters, saved_step=step, saved_at=time.time()))
 
     def _write(self, counters: StepCounters) -> None:
-        # Their number is odd while they are written: who reads them then, reads again.
+        # Sequence lock: the number is odd during a write, upon which readers retry.
         self._counters, self._written = counters, self._written + 2
         struct.pack_into("<Q", self._memory, _TEXT_SIZE, self._written - 1)
         _COUNTERS.pack_into(self._memory, _TEXT_SIZE, self._written - 1, *astuple(counters))
@@ -108,12 +109,12 @@ class FlightRecorder:
 
 
 def prepare(path: Path) -> None:
-    """Make the file for a rank."""
+    """Create the file for a rank."""
     path.write_bytes(bytes(SIZE))
 
 
 def read(path: Path) -> FlightRecord | None:
-    """Return what a rank shows; None while it has shown nothing."""
+    """Return the last record of a rank; None if there is none yet."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -126,7 +127,7 @@ def read(path: Path) -> FlightRecord | None:
 
 
 def read_counters(path: Path) -> StepCounters | None:
-    """Return the times of a rank's steps; None before it has made one."""
+    """Return the step counters of a rank; None before the first step."""
     for _ in range(_TRIES):
         try:
             data = path.read_bytes()
@@ -141,6 +142,6 @@ def read_counters(path: Path) -> StepCounters | None:
 
 
 def mine() -> FlightRecorder | None:
-    """Return the beacon of this process; None where nobody watches it."""
+    """Return the flight recorder of this process; None if no agent monitors it."""
     path = os.environ.get(VARIABLE)
     return FlightRecorder(path) if path and os.path.exists(path) else None

@@ -1,11 +1,11 @@
 """Counts floating-point operations and time, module by module (`flops_profiler`).
 
-    count   each operation by torch's formulas (torch.utils.flop_counter), in forward and backward; a module's share is
-            the difference over its forward
-    time    the clock of the device at both ends of each module's forward
+    count   each operation by torch's formulas (torch.utils.flop_counter), in forward and backward; a module's
+            share is the difference over its forward
+    time    device time at the start and the end of each module's forward
 
-Counting slows every operation, so the two are done in different steps. Forwards that run inside a backward are those of
-activation checkpointing: they count as recomputed.
+Counting slows every operation down, so counts and times are taken in different steps. Forwards that run
+inside a backward belong to activation checkpointing and count as recomputed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Counts:
     """The counts, summed over the microbatches of a step.
 
     Attributes:
-        flops, seconds: of each module's forward by its name, "" the whole model; what lies inside is counted in.
-        backward: operations of the backward, recomputed forwards included.
-        recomputed: of these, forwards that ran again.
+        flops, seconds: module name -> totals of its forward, including submodules; "" is the model.
+        backward: FLOPs of the backward, including recomputed forwards.
+        recomputed: the part of `backward` in recomputed forwards.
     """
 
     flops: dict[str, int] = field(default_factory=dict)
@@ -40,11 +40,11 @@ class Counts:
 
 
 class ModuleMeter:
-    """Watches the modules of a model while `counting` or `timing`; nothing is hooked before and after.
+    """Measures the modules of a model inside `counting` or `timing`; no hooks are registered otherwise.
 
     Args:
         model: any nn.Module.
-        device: where it computes.
+        device: the device of the model.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -53,9 +53,9 @@ class ModuleMeter:
 
     @contextmanager
     def counting(self, *, backward: bool) -> Iterator[None]:
-        """Count the operations inside, which are a forward or a backward."""
+        """Count the operations inside the context, which are those of a forward or a backward."""
         mode = _Counting()
-        inside = 0  # depth of forwards that run again
+        inside = 0  # nesting depth of recomputed forwards
 
         def enter(name: str) -> int:
             nonlocal inside
@@ -79,7 +79,7 @@ class ModuleMeter:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Time the modules' forwards inside, which are those of one forward."""
+        """Time the modules' forwards inside the context, which contains one forward of the model."""
 
         spans: list[tuple[str, Moment, Moment]] = []
 
@@ -98,7 +98,7 @@ class ModuleMeter:
         leave: Callable[[str, Any], None],
         modules: list[tuple[str, nn.Module]],
     ) -> Iterator[None]:
-        """Call enter(name) before and leave(name, what enter returned) after each forward of each of the modules."""
+        """Call enter(name) before and leave(name, result of enter) after each forward of each module."""
         handles = []
         for name, module in modules:
             stack: list[Any] = []
@@ -112,10 +112,10 @@ class ModuleMeter:
                 if stack:
                     leave(name, stack.pop())
 
-            # Last before the forward, first after it: gathering the parameters is not the module's own time.
+            # Runs last before the forward and first after it, so that gathering parameters is not included.
             handles.append(module.register_forward_pre_hook(before))
-            # always_call: activation checkpointing leaves a forward that runs again by an exception, as soon as it
-            # has what it needs.
+            # always_call: activation checkpointing aborts a recomputed forward with an exception as soon as
+            # it has all saved tensors.
             handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
         try:
             yield
@@ -125,8 +125,7 @@ class ModuleMeter:
 
 
 def _outside_of_graphs(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that are not part of another one's compiled graph: a clock inside would have it compiled
-    again."""
+    """Return the modules outside other modules' compiled graphs; hooks inside would cause recompilation."""
     found: list[tuple[str, nn.Module]] = []
     compiled: list[str] = []
     for name, module in model.named_modules():
@@ -139,7 +138,7 @@ def _outside_of_graphs(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _Counting(TorchDispatchMode):
-    """Adds up operations as they run. FlopCounterMode itself takes some apart (SiLU's backward), which changes bits."""
+    """Counts FLOPs without changing results; FlopCounterMode decomposes some operations (SiLU's backward)."""
 
     supports_higher_order_operators = True
 
@@ -160,7 +159,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _attention_on_cpus() -> dict[Any, Any]:
-    """Return the formulas that FlopCounterMode of torch 2.13 lacks: scaled dot product attention on CPUs.
+    """Return the formulas that FlopCounterMode of torch 2.13 lacks: scaled dot-product attention on CPUs.
 
     q [b, h, s, d], k [b, _, t, d], v [b, _, t, e]: QK^T and PV; backward: QK^T again, dV, dP, dQ, dK.
     """

@@ -1,4 +1,4 @@
-"""The report of `flops_profiler` as text: the step, the module classes of each depth, every module."""
+"""The text report of `flops_profiler`: the step, the module classes at each depth, and every module."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class StepFacts:
     """The facts about the profiled step of one rank.
 
     Attributes:
-        step: optimizer steps done before it.
-        counted_in: the same of the step in which operations were counted.
-        ranks, dp_ranks, microbatch, accumulation: of the run; dp_ranks are those with sequences of their own.
-        phases_ms: milliseconds of forward, backward, reduce, step, summed over the microbatches.
-        device: its name.
-        peak: its peak in FLOP/s; None: not known.
+        step: optimizer steps done before the timed step.
+        counted_in: the same for the step in which operations were counted.
+        ranks, dp_ranks, microbatch, accumulation: sizes of the run; dp_ranks have their own sequences.
+        phases_ms: milliseconds of forward, backward, reduce and step, summed over the microbatches.
+        device: name of the device.
+        peak: peak FLOP/s of the device; None if unknown.
     """
 
     step: int
@@ -46,13 +46,13 @@ def report(
     """Return the whole report.
 
     Args:
-        counts: operations and seconds, by name of module.
-        parameters: full name of each parameter -> its elements, all ranks' together.
-        classes: name of each module -> its class, in the order of the model; "" is the model.
-        facts: of the step.
-        module_depth: 0 the model, 1 its children, ...; -1 all.
-        top_modules: classes named at each depth.
-        detailed: every module in a table.
+        counts: FLOPs and seconds by module name.
+        parameters: full parameter name -> number of elements over all ranks.
+        classes: module name -> class, in the order of the model; "" is the model.
+        facts: facts about the step.
+        module_depth: 0 for the model, 1 for its children, ...; -1 for all.
+        top_modules: number of classes listed at each depth.
+        detailed: whether to add a table of all modules.
     """
     rows = _rows(counts, parameters, classes, facts.accumulation, module_depth)
     parts = [_step_part(counts, rows[0], facts), _top_part(rows, top_modules)]
@@ -77,7 +77,7 @@ class _ModuleRow:
 def _rows(
     counts: Counts, parameters: Mapping[str, int], classes: Mapping[str, str], microbatches: int, depth: int
 ) -> list[_ModuleRow]:
-    """Return one row a module, values of the mean microbatch."""
+    """Return one row per module, with values averaged over microbatches."""
     held = dict.fromkeys(classes, 0)
     for name, numel in parameters.items():
         path = name.split(".")[:-1]
@@ -92,8 +92,7 @@ def _rows(
 
 
 def _with_containers(values: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
-    """Return the values; modules that are never called themselves, such as a ModuleList, have those of their
-    children."""
+    """Return the values; modules that are never called (`ModuleList`) get the sum of their children."""
     inside = dict.fromkeys(names, 0.0)
     found = {}
     for name in reversed(inside):  # children come after their parents
@@ -144,7 +143,7 @@ def _step_part(counts: Counts, model: _ModuleRow, facts: StepFacts) -> str:
 
 
 def _top_part(rows: list[_ModuleRow], top: int) -> str:
-    """Return, for each depth, the classes with most parameters, MACs and time."""
+    """Return the classes with the most parameters, MACs and time at each depth."""
     lines = []
     for depth in range(max(row.depth for row in rows) + 1):
         here = [row for row in rows if row.depth == depth]
@@ -198,7 +197,7 @@ def _rate(flops: float, seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Return `1.23 G`, `950 `: a number that a unit follows."""
+    """Return a number to be followed by a unit: `1.23 G`, `950 `."""
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.2f} {prefix}"

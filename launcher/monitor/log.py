@@ -1,4 +1,4 @@
-"""The log of the engine on rank 0, and its level: the JSON's `log_level`."""
+"""The engine's logger on rank 0 and its level (`log_level` in the JSON)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ logger = logging.getLogger("launcher")
 
 
 def set_level(name: str | None) -> None:
-    """Set the level of the logger "launcher"; None leaves it as it is."""
+    """Set the level of the logger "launcher"; None leaves it unchanged."""
     if name is None:
         return
     if not logger.hasHandlers():
@@ -17,13 +17,13 @@ def set_level(name: str | None) -> None:
 
 
 class _Printer(logging.Handler):
-    """Prints to what is stdout at that time, which a caller may have redirected."""
+    """Prints to the current `sys.stdout`, which callers may redirect."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"{record.name}: {record.getMessage()}", flush=True)
 
 
 def say(text: str) -> None:
-    """Print a line at once, unless the logger's level asks for less than information."""
+    """Print a line immediately, unless the logger's level is above INFO."""
     if (logger.level or logging.INFO) <= logging.INFO:
         print(text, flush=True)

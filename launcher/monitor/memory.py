@@ -1,4 +1,4 @@
-"""Memory of this process: on the accelerator what its allocator gave out, on a CPU what the system counts."""
+"""Memory of this process: allocated by torch's allocator on CUDA, resident set size on CPUs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     import torch
 
 
-_EARLIER: dict[str, int] = {}  # by device: the peak before it was looked for anew
+_EARLIER: dict[str, int] = {}  # device -> peak before the last reset
 
 
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Return most bytes that this process ever held on `device`.
+    """Return the peak bytes that this process has held on `device`.
 
-    CUDA: the most that tensors took together (`torch.cuda.max_memory_allocated`). CPU: the peak resident set
-    (VmHWM), the Python interpreter and its libraries included.
+    CUDA: peak of allocated tensors (`torch.cuda.max_memory_allocated`). CPU: peak resident set size (VmHWM),
+    including the Python interpreter and its libraries.
     """
     return max(_peak_bytes(device), _EARLIER.get(str(device), 0))
 
@@ -42,8 +42,7 @@ def _peak_bytes(device: torch.device | str) -> int:
 
 
 def _restart_peak(device: torch.device | str) -> None:
-    """Begin anew to look for the peak. A CPU's system can do that on Linux, where it does not forbid it; elsewhere the
-    peak stays that of the whole run."""
+    """Reset the peak. On CPUs this needs Linux and permission; otherwise the peak covers the whole run."""
     _EARLIER[str(device)] = peak_memory_bytes(device)
     if str(device).startswith("cuda"):
         import torch
@@ -55,11 +54,12 @@ def _restart_peak(device: torch.device | str) -> None:
 
 
 class StepMemory:
-    """Measures what one step adds to the memory of this process: the third, when all is there that stays (states of the
-    optimizer, the order in which parameters are gathered).
+    """Measures how much memory the third step of this process adds at its peak.
+
+    By then, all permanent state exists (optimizer states, the order in which parameters are gathered).
 
     Attributes:
-        step_bytes: the most in that step, beyond what lay there before it; None: it was not taken yet.
+        step_bytes: peak of the third step minus the memory before it; None before the third step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class StepMemory:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Take a step inside."""
+        """Run one training step inside the context."""
         self._left -= 1
         if self._left != -1:
             yield
@@ -81,7 +81,7 @@ class StepMemory:
 
 
 def current_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Return the bytes that this process holds on `device` now: allocated by tensors (CUDA), or resident (CPU)."""
+    """Return the bytes that this process holds on `device`: allocated by tensors (CUDA) or resident (CPU)."""
     if str(device).startswith("cuda"):
         import torch
 
@@ -90,15 +90,15 @@ def current_memory_bytes(device: torch.device | str = "cpu") -> int:
 
 
 def free_host_memory() -> int:
-    """Return the bytes of host memory that can still be had: of the machine, or of this process's cgroup."""
+    """Return the bytes of host memory still available on the machine and in this process's cgroup."""
     free = int(psutil.virtual_memory().available)
     for directory, limit, used, cached in _CGROUPS:
         try:
             most, taken = (int((directory / file).read_text()) for file in (limit, used))
             stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # the file does not exist, or the limit is "max"
             continue
-        # Pages of files that nobody has used for a while are given up for whoever needs memory.
+        # The kernel reclaims inactive page cache when memory is needed.
         free = min(free, max(0, most - taken + int(stat.get(cached, 0))))
     return free
 
@@ -115,8 +115,7 @@ _CGROUPS = (
 
 
 def trim_malloc() -> None:
-    """Have malloc give freed memory back to the system, which it keeps for later where that lies between blocks in use.
-    Nothing happens where the C library is not glibc."""
+    """Release freed memory that glibc's malloc keeps between blocks in use; do nothing without glibc."""
     if (trim := _malloc_trim()) is not None:
         trim(0)
 
@@ -127,7 +126,7 @@ def _malloc_trim() -> Any:
 
 
 def _status_bytes(key: str) -> int | None:
-    """Return a size from /proc/self/status in bytes; None where the system has no such line."""
+    """Return a size from /proc/self/status in bytes; None if there is no such line."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -140,10 +139,10 @@ def _status_bytes(key: str) -> int | None:
 
 
 class MemoryBreakdown:
-    """Memory after each phase of a step (`memory_breakdown`), as lines for people.
+    """Memory after each phase of a step (`memory_breakdown`), formatted as text.
 
     Args:
-        device: CUDA: bytes that tensors take, and the most they took so far. CPU: the resident set and its peak.
+        device: CUDA reports current and peak bytes of tensors, CPU the resident set size and its peak.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -151,14 +150,14 @@ class MemoryBreakdown:
         self._after: dict[str, int] = {}
 
     def mark(self, phase: str) -> None:
-        """Note that `phase` has ended; of several microbatches the last counts."""
+        """Record the memory at the end of `phase`; later microbatches overwrite earlier ones."""
         self._after[phase] = current_memory_bytes(self._device)
 
     def lines(self, held: dict[str, int]) -> list[str]:
-        """Return what was marked, and what is held between steps.
+        """Return the recorded memory and the memory held between steps as lines of text.
 
         Args:
-            held: what (parameters, gradients, ...) -> bytes.
+            held: component (parameters, gradients, ...) -> bytes.
         """
         kind = "allocated" if str(self._device).startswith("cuda") else "resident"
         marks = [f"after {phase} {_mib(count)}" for phase, count in self._after.items()]

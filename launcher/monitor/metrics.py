@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object for each optimizer step."""
+"""`metrics.jsonl`: one JSON object per optimizer step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from types import TracebackType
 from typing import Any
 
 METRICS = "metrics.jsonl"
-"""In the directory of a run."""
+"""File name in the directory of a run."""
 
 
 class MetricsWriter:
-    """Appends one line per optimizer step, on the disk as soon as `write` returns.
+    """Appends one line per optimizer step, which is on the disk when `write` returns.
 
     Args:
-        path: the file; its directory is made.
-        resume_step: the last step that stays. Later lines (of the part of a run that is done again) and a
-            torn last line are removed. 0, a new run, begins with an empty file.
+        path: the file; its directory is created.
+        resume_step: the last step to keep. Lines of later steps, which will run again, and an incomplete last
+            line are removed. 0, for a new run, starts with an empty file.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int = 0) -> None:
@@ -45,15 +45,15 @@ class MetricsWriter:
 
         Args:
             step: optimizer steps done, from 1.
-            loss: token-weighted mean over the whole global batch, never scaled.
-            grad_norm: global norm before clipping; None where it was not computed.
+            loss: token-weighted mean over the global batch, without loss scaling.
+            grad_norm: global norm before clipping; None if it was not computed.
             lr: learning rate of this step's update.
             tokens: tokens seen since the start of training, over all ranks.
-            tokens_per_s: over all ranks.
-            step_time_s: seconds.
-            extra: anything else that JSON can hold: `eval_loss`, `loss_scale`, ...
+            tokens_per_s: throughput over all ranks.
+            step_time_s: seconds of the step.
+            extra: other JSON values: `eval_loss`, `loss_scale`, ...
 
-        JSON has no NaN and no infinity: such a number is written as null, and `nonfinite` lists its key.
+        JSON has no NaN or infinity: such numbers are written as null, and `nonfinite` lists their keys.
         """
         record = valid(
             {
@@ -92,10 +92,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of `metrics.jsonl` in order; a last line that a killed run left torn is left out.
+    """Return the records of `metrics.jsonl` in order, without an incomplete last line of a killed run.
 
     Raises:
-        json.JSONDecodeError: another line is no JSON.
+        json.JSONDecodeError: another line is not valid JSON.
     """
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     records = []
@@ -109,11 +109,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def valid(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record with null for numbers that are not finite, and their keys under `nonfinite`."""
+    """Return the record with None for non-finite numbers and their keys under `nonfinite`."""
     lost = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
     return {**record, **dict.fromkeys(lost), "nonfinite": lost} if lost else dict(record)
 
 
 def is_number(value: object) -> bool:
-    """Return a finite number: something that a curve or a mean can use."""
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

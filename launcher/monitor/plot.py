@@ -16,9 +16,9 @@ def plot_loss(metrics: str | Path, png: str | Path, *, title: str) -> Path:
     """Draw the loss of each step, smoothed, and the eval losses as a PNG of 900 x 500 pixels; return `png`.
 
     Args:
-        metrics: a `metrics.jsonl`. Steps without a finite loss are left out of the curve.
-        png: the picture's file.
-        title: for instance `llama-10m, ZeRO stage 2, 4 ranks`.
+        metrics: a `metrics.jsonl`. Steps without a finite loss are omitted from the curve.
+        png: path of the image.
+        title: title, for instance `llama-10m, ZeRO stage 2, 4 ranks`.
     """
     records = read_metrics(metrics)
     figure = blank()
@@ -55,18 +55,17 @@ def curve(records: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, n
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the mean [n] of an exponential moving average from the left and one from the right: it does not lag
-    behind.
+    """Return the mean [n] of exponential moving averages from the left and from the right, which has no lag.
 
     Args:
         values: [n].
     """
-    span = max(2.0, len(values) / 30)  # steps over which each average remembers
+    span = max(2.0, len(values) / 30)  # span of each average, in steps
     return (_moving_average(values, span) + _moving_average(values[::-1], span)[::-1]) / 2
 
 
 def _moving_average(values: np.ndarray, span: float) -> np.ndarray:
-    """Return the exponential moving average [n] without the bias of its start (as in Adam, Kingma & Ba 2015)."""
+    """Return the bias-corrected exponential moving average [n] (as in Adam, Kingma & Ba 2015)."""
     decay = 1 - 1 / span
     average, weight = 0.0, 0.0
     result = np.empty(len(values))

@@ -1,4 +1,4 @@
-"""The check that the processors of this machine have instructions for 16-bit numbers, by what Linux says of them."""
+"""A check for 16-bit floating-point instructions of this machine's CPUs, based on /proc/cpuinfo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 logger = logging.getLogger("launcher")
 
 CPUINFO = Path("/proc/cpuinfo")
-# dtype -> features of x86 and aarch64, any of which multiplies numbers of it
+# dtype -> CPU features of x86 and aarch64; any one of them provides products in this dtype
 INSTRUCTIONS = {
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
     torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
@@ -20,8 +20,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def lacks(dtype: torch.dtype, cpuinfo: str) -> bool:
-    """Return whether no processor can multiply numbers of a dtype but by way of fp32; false, too, where that is not
-    known.
+    """Return whether the CPUs lack instructions for products in a dtype; False if that is unknown.
 
     Args:
         cpuinfo: text of /proc/cpuinfo.
@@ -37,7 +36,7 @@ def lacks(dtype: torch.dtype, cpuinfo: str) -> bool:
 
 @cache
 def warn_of_slow_products(dtype: torch.dtype) -> None:
-    """Say, once, that training in a 16-bit dtype is slow on these CPUs, and what is not."""
+    """Warn once if training in a 16-bit dtype is slow on these CPUs, and suggest fp32."""
     try:
         slow = lacks(dtype, CPUINFO.read_text())
     except OSError:

@@ -1,4 +1,4 @@
-"""The progress of a run for people: one live line on a terminal, plain lines elsewhere."""
+"""Progress output of a run: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from launcher.monitor.metrics import is_number
 
 RECENT_STEPS = 20
-"""The time left is estimated from the median of so many steps."""
+"""Number of steps whose median is used to estimate the time left."""
 
 WIDTH_WITH_BAR = 110
 
 
 class ProgressLine:
-    """Shows each optimizer step; use it as a context manager, on rank 0 (elsewhere `enabled=False`).
+    """Shows each optimizer step; use it as a context manager, on rank 0 (`enabled=False` on other ranks).
 
-    On a terminal one line is drawn again and again; otherwise a plain line is printed every `steps_per_print`
-    steps, and for the first and the last.
+    On a terminal, one line is updated in place. Otherwise, a plain line is printed every `steps_per_print`
+    steps, and for the first and the last step.
 
     Args:
         total_steps: the last step of the run.
-        steps_per_print: None or infinity prints only the first and the last plain line.
+        steps_per_print: interval of plain lines; None or infinity prints only the first and the last one.
         enabled: False shows nothing.
-        console: where to print; standard output by default.
+        console: the console to print to; standard output by default.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ProgressLine:
         self._shown_any = True
 
     def message(self, text: str) -> None:
-        """Print a line of its own without breaking the live one."""
+        """Print a separate line without breaking the live one."""
         if self._enabled:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -84,7 +84,7 @@ class ProgressLine:
     def __enter__(self) -> ProgressLine:
         if self._enabled and self._console.is_terminal:
             line = TextColumn("{task.fields[line]}")
-            # The numbers take about 80 columns; the bar comes where there is room for both.
+            # The numbers need about 80 columns; the bar is added if there is space for both.
             columns = (BarColumn(bar_width=20), line) if self._console.width >= WIDTH_WITH_BAR else (line,)
             self._live = Progress(*columns, console=self._console)
             self._task = self._live.add_task("", total=self.total_steps, line="waiting for the first step")

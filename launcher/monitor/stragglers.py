@@ -1,8 +1,8 @@
-"""Ranks that compute more slowly than those with the same work: who, in which phase, by how much, for how long.
+"""Detection of stragglers: ranks that compute more slowly than others with the same work.
 
-What a rank waits for others is no work of its own, so it does not count: the others of a slow rank wait. Each rank is
-compared with the median of the others, by a robust score (median absolute deviation; Iglewicz & Hoaglin 1993).
-Standard library only: the front end looks, which has no torch.
+Time spent waiting for other ranks is excluded, because a slow rank makes the others wait. Each rank is
+compared with the median of the others by a robust score (median absolute deviation; Iglewicz & Hoaglin 1993).
+Uses only the standard library, since it runs in the front end, which does not import torch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from statistics import median
 from launcher.monitor.flight_recorder import COUNTED, StepCounters
 
 WINDOW = 5
-"""Optimizer steps whose mean is compared."""
+"""Optimizer steps per window, over which times are averaged."""
 WINDOWS = 2
-"""A rank is named when so many windows in a row found it slow: after 15 steps at the most, where steps take longer than
-the times between two looks."""
+"""Consecutive slow windows after which a rank is reported: at most 15 steps, if steps take longer than the
+interval between two calls of `look`."""
 RATIO = 1.2
-"""Less than so much more time than the others is not worth a word."""
+"""Minimum time relative to the median of the others."""
 SCORE = 4.0
-"""Deviations from the median."""
+"""Minimum score, in robust standard deviations from the median."""
 LEAST_SPREAD = 0.03
-"""Of the median: few ranks may agree by chance."""
+"""Minimum spread, relative to the median, since a few ranks may agree by chance."""
 AGAIN = 200
-"""Steps after which a rank may be named once more."""
+"""Steps after which a rank may be reported again."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Straggler:
     """A slow rank.
 
     Attributes:
-        phase: where it loses most.
-        ratio: its own time of that phase, over the median of the others.
-        steps: for how many optimizer steps it has been found slow.
+        phase: the phase that loses the most time.
+        ratio: the rank's own time in that phase, relative to the median of the others.
+        steps: number of optimizer steps for which the rank has been slow.
     """
 
     rank: int
@@ -48,14 +48,14 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Compares windows of steps. Call `look` with the newest counters, as often as there are new ones.
+    """Compares windows of steps. Call `look` whenever there are new counters.
 
     Args:
-        groups: of each rank; those of a group do the same work. A rank that is alone in its group has nobody to be
-            compared with.
+        groups: the group of each rank. Ranks of a group do the same work and are compared with each other; a
+            single rank is not compared.
 
     Attributes:
-        found: the ranks that are slow at present.
+        found: the ranks that are currently slow.
     """
 
     def __init__(self, groups: Sequence[Hashable]) -> None:
@@ -63,13 +63,13 @@ class StragglerDetector:
         for rank, group in enumerate(groups):
             self._members.setdefault(group, []).append(rank)
         self._begins: dict[Hashable, dict[int, StepCounters]] = {}
-        self._slow_for: dict[int, tuple[int, int]] = {}  # windows, steps
-        self._named_at: dict[int, int] = {}  # rank -> steps that had been looked at
+        self._slow_for: dict[int, tuple[int, int]] = {}  # rank -> (windows, steps)
+        self._named_at: dict[int, int] = {}  # rank -> step of its last report
         self._steps = 0
         self.found: dict[int, Straggler] = {}
 
     def look(self, newest: Mapping[int, StepCounters]) -> list[Straggler]:
-        """Return the ranks that have just been found slow, and were not named lately."""
+        """Return the newly detected slow ranks, except those reported recently."""
         new: list[Straggler] = []
         for group, members in self._members.items():
             if len(members) < 2 or any(rank not in newest for rank in members):
@@ -77,7 +77,7 @@ class StragglerDetector:
             now = {rank: newest[rank] for rank in members}
             begin = self._begins.setdefault(group, now)
             steps = {rank: int(now[rank].counted - begin[rank].counted) for rank in members}
-            if min(steps.values()) < 0:  # started again
+            if min(steps.values()) < 0:  # the run was restarted
                 self._begins[group] = now
             elif min(steps.values()) >= WINDOW:
                 self._begins[group] = now
@@ -86,7 +86,7 @@ class StragglerDetector:
         return new
 
     def _compared(self, own: Mapping[int, Mapping[str, float]], steps: Mapping[int, int]) -> list[Straggler]:
-        """Return those named for the first time. `own`: rank -> phase -> own seconds of a step."""
+        """Return the ranks to report. `own`: rank -> phase -> own seconds per step."""
         new = []
         for rank, times in own.items():
             others = [sum(own[other].values()) for other in own if other != rank]
@@ -109,7 +109,7 @@ class StragglerDetector:
 
 
 def _own(begin: StepCounters, end: StepCounters) -> dict[str, float]:
-    """Return the seconds of a step that a rank has worked itself, by phase."""
+    """Return the rank's own seconds per step by phase, without waits for other ranks."""
     steps = end.counted - begin.counted
     return {
         phase: (

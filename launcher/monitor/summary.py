@@ -1,4 +1,4 @@
-"""`summary.json` and the table that ends a run."""
+"""`summary.json` and the table printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PARTS = {
     "optimizer_bytes": "optimizer state",
     STEP: "what a step adds",
 }
-"""The parts of a rank's memory that are estimated as they are measured, in the words of the table."""
+"""The parts of a rank's memory that are both estimated and measured -> their labels in the table."""
 _PACKAGES = ("launcher", "torch", "transformers", "datasets", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The bytes that one rank held, and where it is on the axes that have several ranks."""
+    """The measured memory of one rank, and its coordinates on the mesh axes with several ranks."""
 
     rank: int
     coordinates: dict[str, int] = field(default_factory=dict)
@@ -42,12 +42,12 @@ class RankMemory:
     gradient_bytes: int
     optimizer_bytes: int
     step_bytes: int | None = None
-    """What the third step took at most, beyond what lay there before it; None: the run had no more than two."""
+    """Peak of the third step minus the memory before it; None for runs of at most two steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatedMemory:
-    """The figures of `launch memory-estimate` for a rank; see `RankMemory`. The peak is of tensors alone."""
+    """The estimate of `launch memory-estimate` for a rank; see `RankMemory`. The peak covers only tensors."""
 
     rank: int
     peak_memory_bytes: int
@@ -70,20 +70,20 @@ def write_summary(
     dynamic_loss_scale: bool = False,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Write `summary.json` in one piece (temporary name, then rename) and return what it holds.
+    """Write `summary.json` atomically (temporary name, then rename) and return its content.
 
     Args:
         path: the file.
-        world_size: ranks.
-        degrees: of the axes pp, dp, cp, ep, tp; an axis that is not named has degree 1.
+        world_size: number of ranks.
+        degrees: degrees of the axes pp, dp, cp, ep, tp; 1 for missing axes.
         model: name of the model.
-        parameters: their count, tied ones once.
-        records: `read_metrics(...)`: steps, final losses and the median of tokens/s come from them.
-        ranks: one entry a rank.
-        estimate: of the first rank of each pipeline stage; or why there is none.
-        dynamic_loss_scale: steps that were skipped are its way to its size, and not counted as not finite.
-        extra: more keys (`zero_stage`, `device`, ...). With `stopped`, why the run has no model to show, there is no
-            final loss either.
+        parameters: number of parameters; tied ones count once.
+        records: `read_metrics(...)`, for steps, final losses and the median of tokens/s.
+        ranks: one entry per rank.
+        estimate: estimates for the first rank of each pipeline stage, or why there are none.
+        dynamic_loss_scale: whether loss scaling is dynamic, so that skipped steps do not count as non-finite.
+        extra: additional keys (`zero_stage`, `device`, ...). With `stopped`, the reason why the run has no
+            final model, the final loss is null.
     """
     summary = {
         "model": model,
@@ -118,7 +118,7 @@ def nonfinite_steps(records: Sequence[Mapping[str, Any]], dynamic_loss_scale: bo
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write JSON that a reader sees whole or not at all."""
+    """Write JSON atomically: readers never see a partial file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(content, indent=2) + "\n")
@@ -127,9 +127,9 @@ def write_json(path: str | Path, content: Any) -> None:
 def median_tokens_per_s(
     records: Sequence[Mapping[str, Any]], warmup_steps: int = WARMUP_STEPS
 ) -> float | None:
-    """Return the median tokens/s without the first `warmup_steps` records; a run as short as that keeps its last one.
+    """Return the median tokens/s after the first `warmup_steps` records; shorter runs use their last record.
 
-    None where there is no record.
+    Without records, return None.
     """
     rates = [record["tokens_per_s"] for record in records]
     kept = rates[min(warmup_steps, len(rates) - 1) :] if rates else []
@@ -137,7 +137,7 @@ def median_tokens_per_s(
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that decide the numbers."""
+    """Return the versions of Python and of the installed packages that affect numerical results."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -150,12 +150,12 @@ def versions() -> dict[str, str]:
 def print_summary(
     summary: Mapping[str, Any], written: Mapping[str, str | Path], console: Console | None = None
 ) -> None:
-    """Print the summary as a table, and where everything lies.
+    """Print the summary as a table, and the paths of the output files.
 
     Args:
-        summary: what `write_summary` returned.
-        written: what -> path, for instance {"metrics": ".../metrics.jsonl"}.
-        console: standard output by default.
+        summary: result of `write_summary`.
+        written: name -> path, for instance {"metrics": ".../metrics.jsonl"}.
+        console: the console to print to; standard output by default.
     """
     console = console or Console()
     table = Table(
@@ -164,7 +164,7 @@ def print_summary(
     for name, value in _rows(summary):
         table.add_row(name, value)
     console.print(table)
-    # Paths stand outside the table: a terminal can then open them, and a narrow one does not cut them.
+    # Paths are printed below the table so that terminals can open them and do not truncate them.
     for name, path in written.items():
         console.print(f"{name:>12}: {path}", highlight=False, markup=False, soft_wrap=True)
 
@@ -198,15 +198,15 @@ def _memory_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             continue
         text = f"{measured / 2**20:.1f} MiB"
         expected = None if isinstance(estimate, str) else _most_bytes(estimate, key)
-        if expected is not None and not (on_cpu and key == PEAK):  # which has Python and its libraries, too
-            resident = " resident" * (on_cpu and key == STEP)  # with the gaps that malloc keeps
+        if expected is not None and not (on_cpu and key == PEAK):  # which includes Python and libraries
+            resident = " resident" * (on_cpu and key == STEP)  # includes fragmentation of malloc
             text += f"{resident} (estimated {expected / 2**20:.1f})"
         rows.append((f"{label} (max over ranks)", text))
     return rows
 
 
 def _most_bytes(ranks: Sequence[Mapping[str, Any]], key: str) -> int | None:
-    """Return the most that a rank has of it; None where nobody measured it."""
+    """Return the maximum of `key` over the ranks; None if it was not measured."""
     return max((rank[key] for rank in ranks if rank.get(key) is not None), default=None)
 
 
@@ -226,7 +226,7 @@ def _pipeline_rows(pipeline: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
 
 
 def _last(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Return the last value; None where it is not finite, whatever was before it."""
+    """Return the last value of `key`; None if it is missing or not finite."""
     last: Any = next((record[key] for record in reversed(records) if key in record), None)
     return float(last) if is_number(last) else None
 

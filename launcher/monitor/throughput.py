@@ -7,7 +7,7 @@ import time
 import torch
 
 WARM_UP = 2
-"""Steps that the mean leaves out: kernels are loaded and buffers are made in them."""
+"""Steps excluded from the mean, in which kernels are loaded and buffers are allocated."""
 
 
 class Throughput:
@@ -15,12 +15,12 @@ class Throughput:
 
     Args:
         enabled: False makes every call do nothing.
-        synchronized: on CUDA wait for queued work at both ends; False measures how fast work is handed over.
-        device: of this rank.
+        synchronized: whether to synchronize CUDA at both ends; False measures only how fast work is queued.
+        device: device of this rank.
 
     Attributes:
-        global_step_count: steps that were measured.
-        epoch_count: epochs that the script has told of.
+        global_step_count: number of measured steps.
+        epoch_count: number of epochs reported by the script.
     """
 
     def __init__(self, *, enabled: bool, synchronized: bool, device: torch.device) -> None:
@@ -32,12 +32,12 @@ class Throughput:
         self._samples, self._seconds = 0, 0.0
 
     def start(self) -> None:
-        """A forward begins; only the first one of a step counts."""
+        """Start measuring a step at its first forward; later calls in the same step have no effect."""
         if self.enabled and self._began is None:
             self._began = self._now()
 
     def stop(self, samples: int) -> None:
-        """An optimizer step on `samples` sequences, over all ranks, is done."""
+        """End the measurement of an optimizer step on `samples` sequences over all ranks."""
         if self._began is None:
             return
         seconds, self._began = self._now() - self._began, None
@@ -47,15 +47,15 @@ class Throughput:
             self._samples, self._seconds = self._samples + samples, self._seconds + seconds
 
     def update_epoch_count(self) -> None:
-        """An epoch is over: nothing but the number changes."""
+        """Increment the number of epochs at the end of an epoch."""
         self.epoch_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Return the samples/s over the steps that count; minus infinity before there are some, as in DeepSpeed."""
+        """Return the samples/s after the warmup steps; minus infinity before that, as in DeepSpeed."""
         return self._samples / self._seconds if self._seconds else float("-inf")
 
     def line(self) -> str:
-        """Return one line for people; empty when nothing was measured."""
+        """Return one line of text; empty if nothing was measured."""
         if self.global_step_count == 0:
             return ""
         mean = f", mean {self._samples / self._seconds:.2f}" if self._seconds else ""

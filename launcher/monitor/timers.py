@@ -21,16 +21,16 @@ _OFF = nullcontext()
 class Timers:
     """Adds up the time of named phases: `with timers("forward"): ...`.
 
-    A phase may be entered many times in a step (microbatches), and phases may nest:
-    each counts its own whole time.
+    A phase may be entered many times per step (microbatches), and phases may nest: each one counts its total
+    time, including nested phases.
 
     Args:
         enabled: False makes every call do nothing.
-        device: on CUDA its queued work is waited for at both ends of a phase, else only the launch of
-            kernels would be measured. That slows the run, and happens only while enabled.
+        device: CUDA devices are synchronized at both ends of a phase, since otherwise only kernel launches
+            would be measured. This slows the run down, and happens only while enabled.
 
     Attributes:
-        last_step: milliseconds of each phase in the step that `end_step` ended.
+        last_step: milliseconds of each phase in the last step that ended with `end_step`.
     """
 
     def __init__(self, *, enabled: bool, device: torch.device | str = "cpu") -> None:
@@ -45,7 +45,7 @@ class Timers:
         return _Phase(self, name) if self.enabled else _OFF
 
     def now(self) -> float:
-        """Return the seconds on a clock of its own, after queued CUDA work is done."""
+        """Return the time of a monotonic clock in seconds, after synchronizing CUDA."""
         if self._device is not None:
             import torch
 
@@ -53,11 +53,11 @@ class Timers:
         return time.perf_counter()
 
     def add(self, name: str, seconds: float) -> None:
-        """Count `seconds` to phase `name`."""
+        """Add `seconds` to phase `name`."""
         self._seconds[name] += seconds
 
     def end_step(self) -> None:
-        """An optimizer step is over: `last_step` is what came since the step before."""
+        """End an optimizer step: set `last_step` to the times since the previous one."""
         new = {name: 1000 * (all_ - self._before_step.get(name, 0.0)) for name, all_ in self._seconds.items()}
         self.last_step, self._before_step = _in_order(new), dict(self._seconds)
 
@@ -70,7 +70,7 @@ class Timers:
         return _in_order(means)
 
     def line(self, steps: int) -> str:
-        """Return one line for people, `forward 12.3 ms | backward ...`; resets. Empty when nothing was timed."""
+        """Return one line, `forward 12.3 ms | backward ...`, and reset; empty if nothing was timed."""
         return " | ".join(f"{name} {ms:.1f} ms" for name, ms in self.mean_ms(steps).items())
 
 
@@ -80,10 +80,10 @@ def _in_order(times: dict[str, float]) -> dict[str, float]:
 
 
 class StepClock:
-    """Adds up phases like `Timers`, always: without waiting for the device, and with the waits for other ranks apart.
+    """Adds up phases like `Timers`, but always, without synchronization, and with separate waits for others.
 
     Args:
-        waited: gives the seconds that this process has waited for others.
+        waited: returns the seconds that this process has waited for other ranks so far.
     """
 
     def __init__(self, waited: Callable[[], float]) -> None:
@@ -99,8 +99,10 @@ class StepClock:
         return self._phases[name]
 
     def end_step(self) -> float:
-        """An optimizer step is over. Return the seconds since the end of the first one, which warms up: with it all
-        sums begin anew."""
+        """End an optimizer step; return the seconds since the end of the first step.
+
+        The first step is a warmup: its end resets all sums.
+        """
         now = time.perf_counter()
         if self._first is None:
             self._first = now

@@ -1,4 +1,4 @@
-"""A chrome trace of chosen steps, one file a rank (`--profile DIR`). Collectives carry the names of their units."""
+"""Chrome traces of selected steps, one file per rank (`--profile DIR`), with collectives named by unit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Trace:
     """Records steps first to last with torch.profiler: `with trace: ... with trace.step(n): ...`.
 
     Args:
-        directory: where `rank<r>-steps<first>-<last>.json` goes; None records nothing.
-        rank: of this process.
+        directory: directory of `rank<r>-steps<first>-<last>.json`; None records nothing.
+        rank: rank of this process.
         steps: first and last optimizer step to record, from 1.
-        cuda: record kernels, too.
+        cuda: also record CUDA kernels.
 
-    Read the file with https://ui.perfetto.dev or chrome://tracing.
+    Open the file in https://ui.perfetto.dev or chrome://tracing.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Trace:
 
 
 def steps_of(text: str) -> tuple[int, int]:
-    """Parse `3-5` into (3, 5), `4` into (4, 4): the type of the flag `--profile-steps`.
+    """Parse the flag `--profile-steps`: `3-5` into (3, 5), `4` into (4, 4).
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `text` is neither.
     """
     found: Any = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+))?\s*", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)

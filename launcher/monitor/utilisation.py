@@ -1,5 +1,5 @@
-"""Model FLOPs utilisation (MFU): the operations that a model needs for its tokens, of those that the devices could do
-(PaLM, arXiv:2204.02311, appendix B). What is recomputed does not count."""
+"""Model FLOPs utilisation (MFU): the FLOPs that a model needs for its tokens, relative to the devices' peak
+(PaLM, arXiv:2204.02311, appendix B). Recomputation does not count."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from launcher.monitor.devices import peak_flops
 
 
 def flops_per_token(config: Any, parameters: float, length: int) -> float:
-    """Return the operations of a token in forward and backward: 6 for each parameter that it goes through, and those
-    of attention, as if no mask left anything out.
+    """Return the FLOPs per token in forward and backward: 6 per active parameter, plus unmasked attention.
 
     Args:
-        config: of a transformers model.
-        parameters: that a token goes through; of experts those of the chosen ones.
-        length: tokens of a sequence.
+        config: config of a transformers model.
+        parameters: active parameters per token; for experts, only the chosen ones.
+        length: sequence length in tokens.
     """
     text = config.get_text_config()
     tied = bool(getattr(text, "tie_word_embeddings", False))
-    looked_up = 0 if tied else text.vocab_size * text.hidden_size  # tied, they are the head's
+    looked_up = 0 if tied else text.vocab_size * text.hidden_size  # a tied embedding is the head's weight
     heads = text.num_attention_heads
     width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
     return float(6 * (parameters - looked_up) + 12 * text.num_hidden_layers * width * length)
@@ -30,21 +29,21 @@ def flops_per_token(config: Any, parameters: float, length: int) -> float:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """The figures that turn a run's tokens per second into MFU.
+    """Converts a run's tokens per second to MFU.
 
     Args:
-        flops: of a token.
-        peak: operations per second of all devices, in 16 bits.
+        flops: FLOPs per token.
+        peak: peak 16-bit FLOP/s of all devices.
     """
 
     flops: float
     peak: float
 
     def of(self, tokens_per_s: float) -> float:
-        """Return the part of the peak that is used, 0 to 1."""
+        """Return the utilised share of the peak, 0 to 1."""
         return tokens_per_s * self.flops / self.peak
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Return the operations per second that a device can do; None where that is not known, as of a CPU."""
+    """Return the peak FLOP/s of a device; None if it is unknown, as for CPUs."""
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

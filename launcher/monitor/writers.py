@@ -1,4 +1,4 @@
-"""Destinations for the numbers of a run: TensorBoard, CSV files, Weights & Biases, Comet, MLflow, trackio, Prometheus.
+"""Writers for the metrics of a run: TensorBoard, CSV, Weights & Biases, Comet, MLflow, trackio, Prometheus.
 Each is a `MonitorWriter`."""
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class MonitorWriter:
-    """One place for numbers.
+    """A destination for metrics.
 
     Attributes:
-        write: takes (name, value, samples seen).
-        flush: what was written is safe from the end of this process when it returns, where the library can do that.
-        close: ends it.
+        write: accepts (name, value, samples seen).
+        flush: when it returns, written values survive the end of this process, if the library supports that.
+        close: closes the destination.
     """
 
     write: Callable[[str, float, int], None]
@@ -42,7 +42,7 @@ class Monitor:
     """The type of `engine.monitor`: sends events to every writer, as DeepSpeed's MonitorMaster does.
 
     Attributes:
-        enabled: some writer of the JSON is on; the same on every rank, while only rank 0 has writers.
+        enabled: whether the JSON enables any writer; equal on all ranks, although only rank 0 has writers.
     """
 
     def __init__(self, writers: Iterable[MonitorWriter] = (), *, enabled: bool | None = None) -> None:
@@ -50,7 +50,7 @@ class Monitor:
         self.enabled = bool(self.writers) if enabled is None else enabled
 
     def write_events(self, event_list: Iterable[MonitorEvent], flush: bool = True) -> None:
-        """Write (name, value, samples) tuples; may be called by scripts, on every rank."""
+        """Write (name, value, samples) tuples; scripts may call this on every rank."""
         for name, value, samples in event_list:
             for writer in self.writers:
                 writer.write(name, value, samples)
@@ -58,20 +58,20 @@ class Monitor:
             writer.flush()
 
     def close(self) -> None:
-        """End every writer."""
+        """Close all writers."""
         for writer in self.writers:
             writer.close()
         self.writers.clear()
 
 
 def open_writers(sections: Mapping[str, Mapping[str, Any]]) -> list[MonitorWriter]:
-    """Open the writers of the sections of the JSON that are enabled.
+    """Open the writers of all enabled sections of the JSON.
 
     Args:
         sections: name of a section -> its keys.
 
     Raises:
-        ConfigError: a package is missing, a directory cannot be made, or the library refuses.
+        ConfigError: a package is missing, a directory cannot be created, or the library raises an error.
     """
     return [
         _open(name, {key: value for key, value in keys.items() if key != "enabled"})
@@ -93,8 +93,11 @@ def _open(section: str, keys: Mapping[str, Any]) -> MonitorWriter:
 
 
 def csv_writer(output_path: str, job_name: str) -> MonitorWriter:
-    """Return one file a metric below output_path/job_name, `Train/Samples/lr` in `Train_Samples_lr.csv`, as DeepSpeed
-    names them. Each row is on its way to the disk before the next is written."""
+    """Return a writer of one CSV file per metric in output_path/job_name, with DeepSpeed's file names.
+
+    For instance, `Train/Samples/lr` is written to `Train_Samples_lr.csv`. Each row is passed to the system
+    before the next one is written.
+    """
     directory = _directory("csv_monitor", output_path, job_name)
 
     def write(name: str, value: float, samples: int) -> None:
@@ -109,24 +112,24 @@ def csv_writer(output_path: str, job_name: str) -> MonitorWriter:
 
 
 def tensorboard_writer(output_path: str, job_name: str) -> MonitorWriter:
-    """Write event files in output_path/job_name."""
+    """Return a writer of TensorBoard event files in output_path/job_name."""
     library = _library("torch.utils.tensorboard", "tensorboard", "tensorboard")
     inner = library.SummaryWriter(log_dir=str(_directory("tensorboard", output_path, job_name)))
     return MonitorWriter(inner.add_scalar, inner.flush, inner.close)
 
 
 def wandb_writer(group: str | None, team: str | None, project: str) -> MonitorWriter:
-    """Return a run of Weights & Biases; its own process sends what `log` was given."""
+    """Return a writer for a run of Weights & Biases, whose own process uploads the logged values."""
     library = _library("wandb", "wandb", "wandb")
     run = library.init(project=project, group=group, entity=team)
     return MonitorWriter(lambda name, value, samples: run.log({name: value}, step=samples), close=run.finish)
 
 
 def comet_writer(samples_log_interval: int, experiment_name: str | None, **start: Any) -> MonitorWriter:
-    """Return an experiment of Comet; each metric at most once in `samples_log_interval` samples.
+    """Return a writer for a Comet experiment, which logs a metric once per `samples_log_interval` samples.
 
     Args:
-        start: keywords of comet_ml.start.
+        start: keyword arguments of comet_ml.start.
     """
     library = _library("comet_ml", "comet_ml", "comet")
     experiment = library.start(**start)
@@ -146,7 +149,7 @@ def comet_writer(samples_log_interval: int, experiment_name: str | None, **start
 def mlflow_writer(
     tracking_uri: str | None, experiment_name: str | None, run_name: str | None
 ) -> MonitorWriter:
-    """Return a run of MLflow, which is written step by step."""
+    """Return a writer for an MLflow run."""
     library = _library("mlflow", "mlflow", "mlflow")
     if tracking_uri is not None:
         library.set_tracking_uri(tracking_uri)
@@ -162,7 +165,7 @@ def mlflow_writer(
 
 
 def trackio_writer(project: str, name: str | None, space_id: str | None) -> MonitorWriter:
-    """Return a run of trackio; the metrics of a step are one row of it."""
+    """Return a writer for a trackio run, with the metrics of a step in one row."""
     library = _library("trackio", "trackio", "trackio")
     run = library.init(project=project, name=name, space_id=space_id)
     row: dict[str, float] = {}
@@ -180,9 +183,11 @@ def trackio_writer(project: str, name: str | None, space_id: str | None) -> Moni
 
 
 def prometheus_writer(textfile: str, job_name: str) -> MonitorWriter:
-    """Return the file of the newest values, `launcher_train_loss{job="..."} 2.5`, replaced in one piece.
+    """Return a writer that atomically replaces a file of the latest values.
 
-    The format: https://prometheus.io/docs/instrumenting/exposition_formats/
+    A line is, for instance, `launcher_train_loss{job="..."} 2.5`.
+
+    Format: https://prometheus.io/docs/instrumenting/exposition_formats/
     """
     path = Path(os.path.expanduser(textfile))
     _directory("prometheus", str(path.parent), "", key="textfile")

@@ -1,1 +1,1 @@
-"""Experimental: which layout of a run is fastest where, as a prediction on paper that no run here has confirmed."""
+"""Experimental: predicts the fastest layouts of a run; not yet confirmed by runs of this launcher on GPUs."""

@@ -1,4 +1,4 @@
-"""The hours, money and energy that a run takes."""
+"""The time, cost and energy of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Bill:
-    """The time, energy and money of a run over so many tokens.
+    """The time, energy and cost of a run over a number of tokens.
 
     Attributes:
-        hours: from its start to its end.
-        device_hours: of all devices.
-        money: in the currency of the price; None: no price was given.
-        kwh: kilowatt-hours; None: no watts were given.
+        hours: wall-clock hours.
+        device_hours: hours summed over all devices.
+        money: cost in the currency of the price; None without a price.
+        kwh: kilowatt-hours; None without a power.
     """
 
     hours: float
@@ -30,9 +30,9 @@ class Bill:
         """Return the bill of a run.
 
         Args:
-            tokens: of the whole run.
-            price: of an hour of one device.
-            watts: that one device draws, with its share of the node.
+            tokens: total tokens of the run.
+            price: price of one device-hour.
+            watts: power draw of one device, including its share of the node.
         """
         hours = tokens / tokens_per_s / HOUR_S
         device_hours = hours * devices

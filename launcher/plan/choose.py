@@ -1,4 +1,4 @@
-"""The fastest layouts that fit, one a mesh, and why each is as it is."""
+"""Search for the fastest layouts that fit, one per mesh, and explanations of the choice."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from launcher.plan.work import ModelWork
 from launcher.sizes import in_words
 
 PlanMemory = Callable[[Layout, float], int | None]
-"""Bytes of the device that the rank with most needs, or those of one that needs more than the limit; None where the
-layout cannot run."""
+"""(layout, limit) -> peak bytes of the most loaded rank, or of one above the limit; None if it cannot run."""
 BackwardBytes = Callable[[Layout], float]
-"""Bytes that blocks keep for backwards: what takes little time to know."""
+"""Layout -> bytes that blocks save for backward, a lower bound of the peak that is fast to compute."""
 
 SPARE = 2
-CLEAR = 0.02  # no prediction can tell a smaller difference
+CLEAR = 0.02  # smaller relative differences are below the precision of predictions
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with what is predicted of it.
+    """A layout and its predictions.
 
     Args:
-        time: of a step.
-        peak: bytes of the device that the rank with most needs.
-        flops: FLOP/s of a rank, recomputed ones left out.
+        time: predicted step time.
+        peak: peak bytes on the device of the most loaded rank.
+        flops: FLOP/s per rank, without recomputation.
     """
 
     layout: Layout
@@ -41,11 +40,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """The inputs of a search: what a run has.
+    """The inputs of a search: the hardware of the run.
 
     Args:
-        per_node: ranks of a node.
-        budget: memory of a device.
+        per_node: ranks per node.
+        budget: memory budget of a device.
     """
 
     device: Device
@@ -53,7 +52,7 @@ class PlanSearch:
     budget: DeviceBudget
 
     def usable(self, layout: Layout) -> int:
-        """Return the bytes of a device that the tensors of a layout can take."""
+        """Return the bytes of a device that are available to the tensors of a layout."""
         return self.budget.usable(layout.degrees)
 
 
@@ -67,13 +66,13 @@ def choose(
     top: int = 10,
     tell: Callable[[int, Choice], None] = lambda tried, choice: None,
 ) -> list[Choice]:
-    """Return the fastest first, and of each mesh the fastest that fits.
+    """Return the fastest layout that fits for each mesh, fastest first.
 
     Args:
-        ways: which layouts there are.
-        needs: how much memory each takes; it is asked in the order of speed, and no more often than it must.
-        kept: the part of it that blocks keep.
-        tell: called with each choice, and how many layouts were judged by then.
+        ways: candidate layouts.
+        needs: peak memory of a layout; called in the order of speed, and only where necessary.
+        kept: the part of the peak that blocks save for backward.
+        tell: called with the number of layouts evaluated so far and each new choice.
     """
     timed = [
         (step_time(work, way, place.device, place.per_node).total, at, way) for at, way in enumerate(ways)
@@ -90,25 +89,28 @@ def choose(
             continue
         found[way.mesh] = judged(work, place, way, peak)
         tell(judged_so_far, found[way.mesh])
-        if len(found) == top + SPARE:  # closed forms are near enough for that
+        if len(found) == top + SPARE:  # the order by closed forms is close enough to stop here
             break
     return sorted(found.values(), key=lambda choice: choice.time.total)[:top]
 
 
 def judged(work: ModelWork, place: PlanSearch, layout: Layout, peak: int) -> Choice:
-    """Return the prediction with the schedule simulated."""
+    """Return the prediction with a simulated pipeline schedule."""
     time = step_time(work, layout, place.device, place.per_node, exact=True)
     return Choice(layout, time, peak, flops_per_rank(work, layout, time.total))
 
 
 class _Hopeless:
-    """Layouts that need not be asked: those that are too large at least, that take more of everything than one that
-    was too large, or that were refused with a microbatch no larger."""
+    """Detects layouts that cannot fit or run, without estimating their memory.
+
+    These are layouts whose lower bound exceeds the device, that need at least as much as one that was too
+    large, or that were refused with the same or a smaller microbatch.
+    """
 
     def __init__(self, work: ModelWork, kept: BackwardBytes, place: PlanSearch) -> None:
         self._work, self._kept, self._place = work, kept, place
         self._too_large: dict[object, list[tuple[int, ...]]] = {}
-        self._refused: dict[Layout, int] = {}  # with a microbatch of one sequence -> the smallest that was
+        self._refused: dict[Layout, int] = {}  # layout with microbatch 1 -> smallest refused microbatch
 
     def __call__(self, way: Layout) -> bool:
         if way.micro >= self._refused.get(_one(way), way.micro + 1):
@@ -134,13 +136,15 @@ def _kind(way: Layout) -> object:
 
 
 def _appetite(way: Layout) -> tuple[int, ...]:
-    """Return a key: whoever has no less in any place needs no less memory."""
+    """Return a tuple; a layout whose elements are all at least as large needs at least as much memory."""
     return way.micro, -way.stage, -int(way.recompute), -OFFLOADS.index(way.offload)
 
 
 def states(work: ModelWork, layout: Layout) -> float:
-    """Return the bytes of weights, gradients and AdamW's states on the device; buffers and padding left out. The stages
-    of a pipeline have whole weights and gradients between its first microbatch and its last."""
+    """Return the bytes of weights, gradients and AdamW states on the device, without buffers and padding.
+
+    Pipeline stages hold unsharded weights and gradients from the first microbatch to the last.
+    """
     of_all = work.parameters, work.expert_parameters
     of_trained = (work.adapters, 0) if work.adapters else of_all
     weights, gradients, moments = (
@@ -157,7 +161,7 @@ def states(work: ModelWork, layout: Layout) -> float:
 def reasons(
     work: ModelWork, place: PlanSearch, choice: Choice, needs: PlanMemory, batch: int
 ) -> Iterator[str]:
-    """Yield what happens to the choice if one thing about it is changed, in words; what changes nothing is left out."""
+    """Yield the effect of each single change to the choice, in words; omit changes without an effect."""
     for name, other in _neighbours(work, choice.layout, batch):
         peak = needs(other, math.inf)
         if peak is None:
@@ -174,7 +178,7 @@ def reasons(
 
 
 def _neighbours(work: ModelWork, layout: Layout, batch: int) -> Iterator[tuple[str, Layout]]:
-    """Yield the layout with one thing changed, and how to call it."""
+    """Yield (name of the change, layout) for each single change to the layout."""
     world = layout.world
     for tp in (layout.tp // 2, layout.tp * 2):
         if tp in TENSOR and not work.adapters and world % (tp * layout.pp * layout.cp) == 0:

@@ -1,4 +1,4 @@
-"""A layout: how a run is laid out over its ranks. Which ones there are; and the JSON of each."""
+"""Layouts of a run over its ranks: enumeration, and conversion from and to configurations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.plan.work import ModelWork
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 TENSOR = (1, 2, 4, 8, 16)
 CONTEXT = (1, 2, 4, 8, 16)
-ENOUGH = 4096  # tokens of a sequence on a rank: shorter ones need not be shared
+ENOUGH = 4096  # minimum tokens of a sequence per cp rank
 EXPERT = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (2, 3, 4, 5, 6, 7, 8)
 OFFLOADS = ("none", "optimizer", "all")
@@ -21,18 +21,18 @@ OFFLOADS = ("none", "optimizer", "all")
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run.
+    """The parallelism and memory options of a run.
 
     Args:
-        tp, pp, dp, cp: degrees; their product is the number of ranks.
-        stage: of ZeRO.
-        micro: sequences of a microbatch.
-        accumulation: microbatches of a step.
-        schedule, chunks: of the pipeline; "1f1b" and 1 without stages.
-        recompute: whether blocks are checkpointed.
-        sequence_parallel: whether tp ranks share what lies between split layers.
-        offload: "none"; "optimizer": its states are in host memory; "all": parameters, too.
-        ep: ranks of dp and cp that share the experts.
+        tp, pp, dp, cp: degrees; their product is the world size.
+        stage: ZeRO stage.
+        micro: sequences per microbatch.
+        accumulation: microbatches per step.
+        schedule, chunks: pipeline schedule and chunks; "1f1b" and 1 without stages.
+        recompute: whether blocks use activation checkpointing.
+        sequence_parallel: whether activations between split layers are sharded over the tp ranks.
+        offload: "none", "optimizer" (optimizer states in host memory) or "all" (parameters as well).
+        ep: expert-parallel degree, over dp and cp ranks.
     """
 
     tp: int = 1
@@ -59,16 +59,16 @@ class Layout:
 
     @property
     def degrees(self) -> tuple[int, int, int, int, int]:
-        """Return those of all axes whose ranks exchange something."""
+        """Return the degrees of all axes whose ranks communicate."""
         return self.dp, self.cp, self.tp, self.pp, self.ep
 
     @property
     def copies(self) -> int:
-        """Return the ranks that hold the same parameters, over which ZeRO shards."""
+        """Return the number of ranks that hold the same parameters, over which ZeRO shards."""
         return self.dp * self.cp
 
     def in_words(self) -> str:
-        """ "tp 8, pp 4, dp 2, ZeRO 1, microbatch 1 x 32, 1f1b, recomputed"."""
+        """Return "tp 8, pp 4, dp 2, ZeRO 1, microbatch 1 x 32, 1f1b, blocks recomputed"."""
         words = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}", f"ZeRO {self.stage}"]
         words[2:2] = [f"cp {self.cp}"] * (self.cp > 1)
         words[-1:-1] = [f"ep {self.ep}"] * (self.ep > 1)
@@ -89,10 +89,10 @@ def layouts(
     recompute: tuple[bool, ...] = (False, True),
     offloads: tuple[str, ...] = OFFLOADS,
 ) -> Iterator[Layout]:
-    """Yield all layouts of `world` ranks that can run the model with `batch` sequences in a step.
+    """Yield all layouts of `world` ranks that can run the model with `batch` sequences per step.
 
     Args:
-        stages, recompute, offloads: which values are tried.
+        stages, recompute, offloads: values to try.
     """
     for (tp, pp, dp, cp), ep in product(meshes(work, world), EXPERT):
         if batch % dp or not _spreads(work, tp, dp * cp, ep):
@@ -125,24 +125,25 @@ def layouts(
 
 
 def _spreads(work: ModelWork, tp: int, copies: int, ep: int) -> bool:
-    """Return whether so many ranks can share the experts. Beside tp they could without `sequence_parallel` only, which
-    is rarely the fastest."""
+    """Return whether to try an expert-parallel degree.
+
+    Together with tp, it would work only without `sequence_parallel`, which is rarely the fastest.
+    """
     return ep == 1 or (tp == 1 and copies % ep == 0 and work.experts >= ep)
 
 
 def _makes_sense(stage: int, copies: int, offload: str) -> bool:
-    """Return whether a layout makes sense: offload needs a stage that shards; without it, one rank alone shards
-    nothing."""
+    """Return whether to try a stage: offload has a minimum stage, and higher stages need several ranks."""
     least = {"none": 0, "optimizer": 1, "all": 3}[offload]
     return stage >= least and (copies > 1 or stage == least)
 
 
 def meshes(work: ModelWork, world: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (tp, pp, dp, cp): tp divides the heads, every stage has a block, and a rank of cp has enough tokens."""
+    """Yield (tp, pp, dp, cp): tp divides the heads, stages have blocks, and cp ranks have enough tokens."""
     for tp, cp in product(TENSOR, CONTEXT):
         if world % (tp * cp) or work.heads % tp or (cp > 1 and work.sequence < cp * ENOUGH):
             continue
-        if tp > 1 and work.adapters:  # which are not split
+        if tp > 1 and work.adapters:  # adapters are not split over tp
             continue
         if cp > 1 and work.in_one_piece:
             continue
@@ -169,8 +170,8 @@ def layout_of(config: Config, world: int) -> Layout:
     """Return the layout of a run.
 
     Args:
-        config: resolved.
-        world: ranks.
+        config: resolved configuration.
+        world: world size.
     """
     tensor, pipeline, zero = config.tensor_parallel, config.pipeline, config.zero_optimization
     states = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
@@ -193,7 +194,7 @@ def layout_of(config: Config, world: int) -> Layout:
 
 
 def as_json(layout: Layout, *, dtype: str = "bf16") -> dict[str, Any]:
-    """Return the configuration of a layout, as a ds_config.json; the optimizer is AdamW.
+    """Return the configuration of a layout as the content of a ds_config.json, with AdamW as the optimizer.
 
     Args:
         dtype: "bf16", "fp16" or "fp32".

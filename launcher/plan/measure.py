@@ -1,6 +1,6 @@
-"""Measurement of the devices of this machine: products, memory, links; a row for `devices.json`.
+"""Benchmark of this machine's devices: matrix products, memory and links, as a row for `devices.json`.
 
-Run by `launch bench device` once for every rank; rank 0 writes the row to the file that is the argument.
+`launch bench device` runs it on every rank; rank 0 writes the row to the file given as the argument.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch.distributed as dist
 from launcher.comm import Mesh, all_reduce, init_distributed, pick_device
 
 ROUNDS = 7
-SIDES = {"cuda": (4096, 8192), "cpu": (512, 1024)}  # of the products
-ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 24}  # of what is read and written, and sent
+SIDES = {"cuda": (4096, 8192), "cpu": (512, 1024)}  # sizes of square matrix products
+ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 24}  # elements to read and write, and to send
 SHARES = {"matmul": 0.9, "traffic": 0.9, "network": 1.0}
-"""What training reaches of what was measured here, which is below a data sheet's peak already."""
+"""Shares that training reaches of the measured figures, which are already below data sheet peaks."""
 
 
 def measure(device: torch.device) -> dict[str, Any]:
-    """Return the row of this machine; every rank must call it.
+    """Return the row of this machine; every rank must call this function.
 
-    A CPU computes in fp32, a GPU in bf16.
+    CPUs are measured in fp32, GPUs in bf16.
     """
     mesh = Mesh.build(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -64,7 +64,7 @@ def _traffic(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _link(mesh: Mesh, dtype: torch.dtype) -> float:
-    """Return the bytes/s through the link of a ring that would take as long; of one rank alone what its memory does."""
+    """Return the bus bandwidth of an all-reduce in bytes/s; for a single rank, its memory bandwidth."""
     buffer = torch.zeros(ELEMENTS[mesh.device.type] // 4, device=mesh.device, dtype=dtype)
     if mesh.world_size == 1:
         return _traffic(mesh.device, dtype)
@@ -85,7 +85,7 @@ def _memory(device: torch.device, ranks: int) -> float:
 
 
 def _seconds(device: torch.device, work: Callable[[], Any]) -> float:
-    """Return the median of some rounds, after one that does not count."""
+    """Return the median seconds of several rounds, after one warmup round."""
     taken = []
     for _ in range(ROUNDS + 1):
         begin = time.perf_counter()

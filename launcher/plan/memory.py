@@ -1,4 +1,4 @@
-"""The memory that the ranks of a layout need, by the estimator."""
+"""Prediction of the memory that the ranks of a layout need, with `launcher.estimate`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from launcher.plan.stages import stage_loads
 from launcher.plan.work import ModelWork
 
 ENOUGH, ENOUGH_INTERLEAVED = 2, 3
-"""Microbatches for each stage; with more of them no more is held at once."""
+"""Microbatches per stage from which on more of them do not increase the memory."""
 
 
 @dataclass
 class MemoryPredictor:
-    """Answers for one model, and remembers.
+    """Predicts the memory of layouts of one model, and caches the results.
 
     Args:
-        model: its config; or the model with LoRA adapters, on meta.
-        work: of the model: how long sequences are, and by what stages are cut.
+        model: the model's config, or the model with LoRA adapters on meta.
+        work: work of the model, with the sequence length and the costs by which stages are cut.
         dtype: "bf16", "fp16" or "fp32".
-        attention: kernels of the device.
-        refused: why layouts cannot run, by layout.
+        attention: attention kernels of the device.
+        refused: layout -> why it cannot run.
     """
 
     model: PretrainedConfig | nn.Module
@@ -46,8 +46,10 @@ class MemoryPredictor:
         self._kept: dict[Layout, int] = {}
 
     def of(self, layout: Layout) -> tuple[Estimate, ...]:
-        """Return the first ranks of the first stage, which holds most microbatches, of the last, which has the logits,
-        and of the one with most blocks.
+        """Return the estimates for one rank each of the stages that may need the most memory.
+
+        These are the first stage, which holds the most microbatches, the last one, which holds the logits,
+        and the one with the most blocks.
 
         Raises:
             ConfigError: the layout cannot run.
@@ -67,24 +69,23 @@ class MemoryPredictor:
             yield self._known[layout, rank]
 
     def kept(self, layout: Layout) -> float:
-        """Return the bytes that blocks of a rank keep, at least, when most microbatches are between forward and
-        backward."""
+        """Return a lower bound of the peak bytes that a rank's blocks save for backward."""
         alone = Layout(
             layout.tp, cp=layout.cp, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel
         )
-        if alone not in self._kept:  # one microbatch of one sequence
+        if alone not in self._kept:  # a single microbatch of one sequence
             try:
                 config = load(as_json(alone, dtype=self.dtype))
                 self._kept[alone] = self._estimator.kept(config, alone.world, self.work.sequence)
-            except ConfigError:  # whoever asks for the peak hears why
+            except ConfigError:  # `peak` records the reason
                 self._kept[alone] = 0
         return self._kept[alone] * layout.micro * min(layout.pp, layout.accumulation) / layout.pp
 
     def peak(self, layout: Layout, enough: float = math.inf) -> int | None:
-        """Return the bytes of the device that the rank with most needs; None where the layout cannot run.
+        """Return the peak bytes on the device of the most loaded rank; None if the layout cannot run.
 
         Args:
-            enough: the first rank that needs more is not followed by others.
+            enough: stop at the first rank that needs more than this.
         """
         if layout in self.refused:
             return None

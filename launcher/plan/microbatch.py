@@ -1,4 +1,4 @@
-"""The predicted time of one microbatch in a stage: what is computed, read and written, and sent inside the stage."""
+"""The predicted time of one microbatch in a stage: computation, memory traffic and communication."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from launcher.plan.layout import Layout
 from launcher.plan.stages import StageLoad
 from launcher.plan.work import ModelWork
 
-LATENCY = 10e-6  # of a message, seconds
-LAUNCHING = 1e-4  # seconds in which the kernels of a block's forward are started
+LATENCY = 10e-6  # seconds per message
+LAUNCHING = 1e-4  # seconds to launch the kernels of a block's forward
 NOT_SHARED = (
-    0.3  # of the traffic of a block, without sequence parallelism: norms, residuals (10 of 34, 2205.05198)
+    0.3  # replicated share of traffic without sequence parallelism: norms, residuals (10 of 34, 2205.05198)
 )
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Seconds that a stage, or all stages of a rank, need for one microbatch, without waiting.
+    """Seconds that a stage, or all stages of a rank, take for one microbatch, without pipeline bubbles.
 
     Args:
-        products: of a forward; the gradients of inputs take as long.
-        weight: the gradients of weights, as long again unless some are frozen.
-        traffic: all else in a forward; twice as much in a backward. With the products no less than it takes to start
-            the kernels.
-        reduces: the all-reduces of a forward, and as many of a backward.
-        exchanges: what attention exchanges in a forward over cp, and in a backward.
-        sends: tokens to experts and back in a forward, and their gradients in a backward.
-        recomputed: products and all else of the blocks, where a backward repeats their forward; ends are not repeated.
+        products: matrix products of a forward; input gradients take the same time.
+        weight: weight gradients, which take the same time unless some weights are frozen.
+        traffic: all other operations of a forward; twice as much in a backward. Products and traffic together
+            take at least the time to launch the kernels.
+        reduces: tp all-reduces of a forward; the same in a backward.
+        exchanges: all-to-alls of attention over cp in a forward; the same in a backward.
+        sends: dispatch and combine of experts' tokens in a forward, and of their gradients in a backward.
+        recomputed: products and traffic of blocks whose forward is recomputed; the ends are not recomputed.
     """
 
     products: float
@@ -51,14 +51,14 @@ class Microbatch:
 
     @property
     def waits(self) -> float:
-        """Return the seconds of a forward in which it waits for other ranks."""
+        """Return the seconds of communication in a forward."""
         return self.reduces + self.exchanges + self.sends
 
 
 def microbatch_time(
     work: ModelWork, layout: Layout, device: Device, per_node: int, load: StageLoad
 ) -> Microbatch:
-    """Return what one microbatch takes in a stage, or in all those of a rank."""
+    """Return the time of one microbatch in a stage, or in all stages of a rank."""
     share, part = layout.micro / layout.cp, load.blocks / work.layers
     rate = device.flops * device.matmul_share * (device.fp32_share if work.itemsize == 4 else 1.0)
     rate *= 1 / (1 + device.half_width * layout.tp / work.hidden)
@@ -77,20 +77,22 @@ def microbatch_time(
 
 
 def message(work: ModelWork, layout: Layout) -> float:
-    """Return the bytes of what goes from block to block, for the tokens of a rank."""
+    """Return the bytes of the hidden states of a rank's tokens."""
     return work.itemsize * layout.micro * work.sequence * work.hidden / layout.cp
 
 
 def _exchange(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
-    """Return the seconds of what a block exchanges over cp in a forward: heads for tokens of queries, keys and values
-    before attention, and of its output after it."""
+    """Return the seconds of a block's all-to-alls over cp in a forward.
+
+    They exchange heads for tokens of queries, keys and values before attention, and of its output afterwards.
+    """
     numbers = 2 * work.hidden + 2 * work.key_width
     nbytes = message(work, layout) / work.hidden * numbers / layout.tp
     return 2 * ring(nbytes / 2, layout.cp, bandwidth(device, layout.cp, layout.tp, per_node))
 
 
 def _send(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
-    """Return the seconds of a layer's tokens on their way to their experts and back."""
+    """Return the seconds to dispatch a layer's tokens to their experts and to combine the outputs."""
     if layout.ep == 1:
         return 0.0
     nbytes = message(work, layout) * work.picked * work.expert_load
@@ -98,13 +100,13 @@ def _send(work: ModelWork, layout: Layout, device: Device, per_node: int) -> flo
 
 
 def bandwidth(device: Device, degree: int, stride: int, per_node: int) -> float:
-    """Return the bytes/s that each rank of a group gets in a ring.
+    """Return the bytes/s of each rank of a group in a ring.
 
     Args:
-        degree: ranks of the group.
-        stride: from one of them to the next.
-        per_node: ranks of a node. Those of the group that share a node share its ways out, too, and so one ring crosses
-            on each of them.
+        degree: size of the group.
+        stride: distance between consecutive ranks of the group.
+        per_node: ranks per node. The group's ranks on one node use all of their links to other nodes, with
+            one ring over each link.
     """
     inside = device.inside * device.network_share
     if degree * stride <= per_node:
@@ -114,7 +116,7 @@ def bandwidth(device: Device, degree: int, stride: int, per_node: int) -> float:
 
 
 def ring(nbytes: float, degree: int, rate: float) -> float:
-    """Return the seconds of a ring in which `nbytes`, were there no ends, would go through each link."""
+    """Return the seconds of a ring collective that sends `nbytes` * (degree - 1) / degree over each link."""
     if degree == 1:
         return 0.0
     return nbytes * (degree - 1) / degree / rate + LATENCY * math.log2(degree)

@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs no server and no network."""
+"""A plan as a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.plan.pictures import as_svg, pareto
 from launcher.plan.speed import stage_costs
 from launcher.plan.work import ModelWork
 
-SHOWN = 12  # microbatches of a timeline: more are too small to be seen
+SHOWN = 12  # microbatches in a timeline; more would be too small to see
 STYLE = """body{font:15px/1.45 Helvetica,Arial,sans-serif;color:#1f2933;max-width:1140px;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse;font-size:13px}td,th{padding:3px 9px;text-align:right;border-bottom:1px solid #e4e7eb}
 td:last-child,th:last-child{text-align:left}tr:nth-child(2){font-weight:600}svg{max-width:100%;height:auto}
@@ -35,10 +35,10 @@ def page(
     """Return the report.
 
     Args:
-        title: what was asked.
-        choices: the best first.
-        why: of the best, in words.
-        text: its configuration.
+        title: description of the request.
+        choices: choices, best first.
+        why: variations of the best choice, in words.
+        text: configuration of the best choice.
     """
     best = choices[0]
     parts = [

@@ -1,4 +1,4 @@
-"""Pictures of a plan: time against memory; as SVG for pages."""
+"""Plots of a plan: time against memory, also as SVG for HTML pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def pareto(choices: Sequence[Choice], limit: float) -> Figure:
-    """Return the seconds of a step against bytes of the device; each choice by its mesh, the front joined."""
+    """Return a plot of step time against memory, with choices labeled by mesh, and the Pareto front."""
     figure = blank()
     axes = figure.add_subplot()
     peaks = [choice.peak / GIB for choice in choices]
@@ -38,7 +38,7 @@ def pareto(choices: Sequence[Choice], limit: float) -> Figure:
 
 
 def as_svg(figure: Figure) -> str:
-    """Return the picture as an element of a page."""
+    """Return the figure as an `<svg>` element for HTML."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = out.getvalue()
@@ -46,7 +46,7 @@ def as_svg(figure: Figure) -> str:
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return those points, of points sorted by memory, that are faster than all with less."""
+    """Return the Pareto front of (memory, time) points sorted by memory."""
     front: list[tuple[float, float]] = []
     for x, y in points:
         if not front or y < front[-1][1]:

@@ -1,15 +1,16 @@
-"""The predicted time of a layout's step: what is computed, what is read and written, what crosses which link.
+"""The predicted step time of a layout: computation, memory traffic, and communication over each link.
 
-It was compared with published runs of other programs (docs/plan.md), and with no run of this launcher on GPUs.
+The predictions were compared with published runs of other programs (docs/plan.md), but with no run of this
+launcher on GPUs.
 
-    computing       products at the device's share of its peak; all else at its share of the memory's
-    tp              4 all-reduces of tokens x hidden a block and microbatch, and 2 more where blocks are recomputed
-    pipeline        the schedule's own list of actions, simulated with the costs of the stages as a run cuts them
-    cp              heads for tokens around attention: queries, keys, values and outputs, there and back
-    experts         tokens x experts of a token to other ranks and back; the busiest rank has expert_load times as many
-    data            volumes of ZeRO (arXiv 1910.02054, section 7), over the slowest link that the ranks of dp cross
+    compute         products at a share of the device's peak; other operations at a share of memory bandwidth
+    tp              4 all-reduces of tokens x hidden per block and microbatch; 2 more for recomputed blocks
+    pipeline        the schedule's own actions, simulated with the costs of the stages as a run cuts them
+    cp              all-to-alls around attention (heads for tokens): queries, keys, values and outputs
+    experts         dispatch and combine of tokens x experts per token, times expert_load on the busiest rank
+    data            volumes of ZeRO (arXiv 1910.02054, section 7), over the slowest link between the dp ranks
 
-Collectives are rings. Ranks lie as in `comm/mesh.py`: tp ranks are neighbours, then those of cp, of dp and of pp.
+Collectives are rings. Ranks are ordered as in `comm/mesh.py`: tp is the innermost axis, then cp, dp and pp.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from launcher.plan.stages import StageLoad, StageLoads, stage_loads
 from launcher.plan.work import ModelWork
 
 STEP_BYTES = (
-    34  # of memory a parameter: gradient and three states read, states and parameter written, the norm
+    34  # memory traffic per parameter: reads gradient and three states, writes states and parameter; the norm
 )
-ENOUGH = 4  # microbatches a stage: with more of them a rank is idle no longer
+ENOUGH = 4  # microbatches per stage; more of them do not add idle time
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what they are for; together they are the step.
+    """Breakdown of the seconds of a step; the total is their sum.
 
     Args:
-        compute: products and other operations, as if each rank had no neighbours.
-        recompute: forwards that run again.
+        compute: products and other operations, without communication.
+        recompute: recomputed forwards.
         tp: all-reduces of tensor parallelism.
-        cp: what attention exchanges where ranks share sequences.
-        experts: tokens on their way to experts and back, where ranks share these.
-        bubble: idle time of the pipeline, its transfers in it.
-        data: gathers and reductions of ZeRO that computing does not hide.
-        optimizer: its step, and the way to host memory and back where it is offloaded.
+        cp: all-to-alls of context parallelism.
+        experts: dispatch and combine of expert parallelism.
+        bubble: pipeline bubble, including transfers between stages.
+        data: gathers and reductions of ZeRO that do not overlap with computation.
+        optimizer: optimizer step, including transfers to and from the host with offload.
     """
 
     compute: float
@@ -64,11 +65,11 @@ class StepTime:
 def step_time(
     work: ModelWork, layout: Layout, device: Device, per_node: int, *, exact: bool = False
 ) -> StepTime:
-    """Return the prediction. Where stages are uneven, all parts but the bubble are those of the busiest rank.
+    """Return the predicted step time. If stages are uneven, all parts but the bubble are of the busiest rank.
 
     Args:
-        per_node: ranks of a node.
-        exact: the schedule's actions are simulated; else closed forms serve, or what is near to one.
+        per_node: ranks per node.
+        exact: simulate the schedule's actions; else use a closed form or an approximation of the bubble.
     """
     loads = stage_loads(work, layout)
     micro = microbatch_time(work, layout, device, per_node, loads.busiest[1])
@@ -87,8 +88,7 @@ def step_time(
 
 
 def flops_per_rank(work: ModelWork, layout: Layout, seconds: float, *, recomputed: bool = False) -> float:
-    """Return FLOP/s of a rank in a step that takes `seconds`; those of recomputed forwards count only with
-    `recomputed`."""
+    """Return the FLOP/s per rank of a step of `seconds`; `recomputed` includes recomputed forwards."""
     again = work.flops - work.end_flops if recomputed and layout.recompute else 0.0
     sequences = layout.micro * layout.accumulation * layout.dp
     return ((2 + work.weight_share) * work.flops + again) * sequences / seconds / layout.world
@@ -97,13 +97,13 @@ def flops_per_rank(work: ModelWork, layout: Layout, seconds: float, *, recompute
 def _bubble(
     work: ModelWork, layout: Layout, device: Device, per_node: int, loads: StageLoads, *, exact: bool
 ) -> float:
-    """Return how long the busiest rank is idle."""
+    """Return the idle time of the busiest rank."""
     if layout.pp == 1:
         return 0.0
     if not exact:
         mean = StageLoad(
             work.flops / layout.pp, work.end_flops / layout.pp, work.layers / layout.pp
-        )  # each rank delays the first and the last
+        )  # all ranks delay the first and the last microbatch
         micro = microbatch_time(work, layout, device, per_node, mean)
         transfers = 2 * (layout.pp * layout.chunks - 1) * _transfer(work, layout, device, per_node)
         return _closed(layout, micro) + transfers
@@ -115,7 +115,7 @@ def _bubble(
 
 
 def stage_costs(work: ModelWork, layout: Layout, device: Device, per_node: int) -> MicrobatchCosts:
-    """Return the seconds of a microbatch in each virtual stage, and of its way to the next."""
+    """Return the seconds of a microbatch in each virtual stage, and of the transfer to the next stage."""
     loads = stage_loads(work, layout).virtual
     stages = [microbatch_time(work, layout, device, per_node, load) for load in loads]
     return MicrobatchCosts(
@@ -132,8 +132,10 @@ def _transfer(work: ModelWork, layout: Layout, device: Device, per_node: int) ->
 
 
 def _closed(layout: Layout, micro: Microbatch) -> float:
-    """Return the idle time of even stages by its closed form; where there is none, by one that is near: zbv fills and
-    drains with half a rank's share, from both ends."""
+    """Return the idle time of even stages in closed form, or an approximation for schedules without one.
+
+    zbv fills and drains from both ends, with half of a rank's layers.
+    """
     known = bubble_time(
         layout.schedule,
         layout.pp,
@@ -150,19 +152,19 @@ def _closed(layout: Layout, micro: Microbatch) -> float:
 
 
 def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro: Microbatch) -> float:
-    """Return the seconds of ZeRO's collectives that computing does not hide."""
+    """Return the seconds of ZeRO's collectives that do not overlap with computation."""
     if layout.copies == 1:
         return 0.0
     gather, reduce = _collective(work, layout, device, per_node), _reduction(work, layout, device, per_node)
     backward = micro.input + micro.weight
     number, ends = layout.accumulation, _unhidden(work)
-    if layout.pp == 1 and layout.stage == 3:  # every microbatch gathers twice and reduces
+    if layout.pp == 1 and layout.stage == 3:  # two gathers and one reduction per microbatch
         hidden = max(0.0, gather - micro.forward) + max(0.0, gather + reduce - backward)
         return number * hidden + (gather + reduce) * ends
-    if layout.pp == 1 and layout.stage == 2:  # every microbatch reduces; what is trained comes back once
+    if layout.pp == 1 and layout.stage == 2:  # a reduction per microbatch, one gather per step
         return number * max(0.0, reduce - backward) + reduce * (1 + ends)
     left = max(reduce * ends, reduce - backward)
-    if layout.stage == 0:  # all-reduce: the second half is a gather that backward hides as well
+    if layout.stage == 0:  # all-reduce: its second half also overlaps with backward
         return max(2 * reduce * ends, 2 * reduce - backward)
     if layout.stage == 3:  # a pipeline gathers once for all microbatches
         return left + max(gather * ends, gather - micro.forward)
@@ -170,7 +172,7 @@ def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro:
 
 
 def _reduction(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
-    """Return the seconds to reduce the gradients of a microbatch once, and to gather the trained parameters."""
+    """Return the seconds to reduce all gradients once, or to gather the trained parameters once."""
     if not work.adapters:
         return _collective(work, layout, device, per_node)
     nbytes = work.itemsize * work.adapters
@@ -179,8 +181,8 @@ def _reduction(work: ModelWork, layout: Layout, device: Device, per_node: int) -
 
 
 def _collective(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
-    """Return the seconds to gather all parameters of a rank's stages once; with gradients of all, to reduce them."""
-    experts = work.expert_parameters if layout.ep > 1 else 0  # what fewer ranks hold alike
+    """Return the seconds to gather all parameters of a rank's stages once, or to reduce as many gradients."""
+    experts = work.expert_parameters if layout.ep > 1 else 0  # replicated on fewer ranks
     shard = work.itemsize * (work.parameters - experts) / (layout.tp * layout.pp)
     once = ring(shard, layout.copies, bandwidth(device, layout.copies, layout.tp, per_node))
     shard, alike = work.itemsize * experts / (layout.tp * layout.pp * layout.ep), layout.copies // layout.ep
@@ -189,7 +191,7 @@ def _collective(work: ModelWork, layout: Layout, device: Device, per_node: int) 
 
 
 def _unhidden(work: ModelWork) -> float:
-    """Return the first unit, or the last, has nothing to hide behind."""
+    """Return the share of a collective that cannot overlap, which is that of the first or the last unit."""
     return 1 / (work.layers + 1)
 
 
@@ -202,7 +204,7 @@ def _optimizer(work: ModelWork, layout: Layout, device: Device) -> float:
         return mine * STEP_BYTES / (device.traffic * device.traffic_share)
     there_and_back = 2 * work.itemsize * mine / device.host
     step = there_and_back + mine * STEP_BYTES / device.host_traffic
-    if layout.offload == "all":  # parameters come from the host for every forward and backward
+    if layout.offload == "all":  # parameters are loaded from the host for every forward and backward
         held = work.parameters / (over * layout.tp * layout.pp)
         step += 2 * layout.accumulation * work.itemsize * held / device.host
     return step

@@ -1,4 +1,4 @@
-"""The stages of a layout, cut as a run cuts them: how much of the forward each has."""
+"""The pipeline stages of a layout, cut as in a run, and their shares of the forward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from launcher.plan.work import ModelWork
 
 
 class StageLoad(NamedTuple):
-    """The part of a forward that a virtual stage has, or all those of a rank.
+    """The part of a forward in one virtual stage, or in all virtual stages of a rank.
 
     Attributes:
-        flops: of one sequence; the ends of the model are in the first stage and the last.
-        ends: of these, those of the ends, which are never recomputed.
-        blocks: their number.
+        flops: FLOPs per sequence; the ends of the model belong to the first and the last stage.
+        ends: the part of `flops` in the ends, which are never recomputed.
+        blocks: number of blocks.
     """
 
     flops: float
@@ -29,11 +29,11 @@ class StageLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class StageLoads:
-    """The parts of all virtual stages.
+    """The loads of all virtual stages.
 
     Args:
-        virtual: of each virtual stage, in the order of the model.
-        rank_of: the pipeline rank that has each.
+        virtual: load of each virtual stage, in the order of the model.
+        rank_of: pipeline rank of each virtual stage.
     """
 
     virtual: tuple[StageLoad, ...]
@@ -41,7 +41,7 @@ class StageLoads:
 
     @property
     def ranks(self) -> list[StageLoad]:
-        """Return what each pipeline rank has."""
+        """Return the load of each pipeline rank."""
         return [
             StageLoad(*map(sum, zip(*(load for load, owner in self._owned() if owner == rank), strict=True)))
             for rank in range(max(self.rank_of) + 1)
@@ -49,7 +49,7 @@ class StageLoads:
 
     @property
     def busiest(self) -> tuple[int, StageLoad]:
-        """Return the pipeline rank that computes most, and what it has: the others wait for it."""
+        """Return the pipeline rank with the most computation, for which the others wait, and its load."""
         return max(enumerate(self.ranks), key=lambda each: each[1].flops)
 
     def _owned(self) -> zip[tuple[StageLoad, int]]:
@@ -57,7 +57,7 @@ class StageLoads:
 
 
 def stage_loads(work: ModelWork, layout: Layout) -> StageLoads:
-    """Return what the virtual stages of a layout have."""
+    """Return the loads of a layout's virtual stages."""
     return _cut(work, layout.schedule, layout.pp, layout.chunks)
 
 

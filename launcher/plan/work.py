@@ -1,4 +1,4 @@
-"""The work that a model makes for a device, from the model itself on meta: operations, bytes of memory, parameters."""
+"""The work of a model: FLOPs, memory traffic and parameters, determined from the model itself on meta."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class ModelWork:
     """The work of a causal LM, for one sequence.
 
     Args:
-        layers: blocks of the model.
-        hidden: numbers that a token is between two blocks.
-        heads: what tensor parallelism has to divide.
-        sequence: tokens.
-        groups: key-value heads, fewer than `heads` where several of these read the same one.
-        parameters: of the whole model; a tied one counts once.
-        flops: of the forward, all blocks and the head.
+        layers: number of blocks.
+        hidden: hidden size.
+        heads: attention heads, which tp must divide.
+        sequence: sequence length in tokens.
+        groups: key-value heads; fewer than `heads` with grouped-query attention.
+        parameters: parameters of the model; tied ones count once.
+        flops: FLOPs of the forward, for all blocks and the head.
         traffic: bytes that operations other than products read and write in the forward of all blocks.
-        itemsize: bytes of a number that is computed with, and sent: 2, or 4 for fp32.
-        experts: of the layer that has fewest, where tokens can be sent to them; 0: none.
-        expert_parameters: those of all experts, of `parameters`.
-        expert_layers: how many layers have experts.
-        picked: experts of a token.
-        in_one_piece: layers and sequences cannot be cut: the model has a loss of all its routers and tokens.
-        expert_load: tokens that the experts of the busiest rank get, compared with an even share, where ranks share
-            them: the others wait for it.
-        costs: of the blocks and the ends, by which stages are cut; None: blocks are alike, and the ends cost nothing.
-        weight_flops: of `flops`, those of products with weights; the others are attention.
-        adapters: parameters of the LoRA adapters, where only these are trained; 0: all parameters are trained.
+        itemsize: bytes per element in computation and communication: 2, or 4 for fp32.
+        experts: experts of the layer with the fewest, if expert parallelism is possible; 0 without experts.
+        expert_parameters: the part of `parameters` in experts.
+        expert_layers: number of layers with experts.
+        picked: experts per token.
+        in_one_piece: layers and sequences cannot be split, because the loss includes all routers and tokens.
+        expert_load: tokens routed to the experts of the busiest rank, relative to an even share. With expert
+            parallelism, the other ranks wait for it.
+        costs: costs of the blocks and the ends, by which stages are cut; None for equal blocks and free ends.
+        weight_flops: the part of `flops` in products with weights; the rest is attention.
+        adapters: parameters of LoRA adapters if only these are trained; 0 if all parameters are trained.
     """
 
     layers: int
@@ -58,7 +58,7 @@ class ModelWork:
     flops: float
     traffic: float
     itemsize: int = 2
-    groups: int = 0  # 0: as many as heads
+    groups: int = 0  # 0: equal to `heads`
     experts: int = 0
     expert_parameters: int = 0
     expert_layers: int = 0
@@ -71,30 +71,32 @@ class ModelWork:
 
     @property
     def unstaged(self) -> bool:
-        """Return whether layouts with pipeline stages are left out: the estimate does not know adapters in stages."""
+        """Return whether to skip pipeline stages; the estimate does not support them with adapters."""
         return self.in_one_piece or self.adapters > 0
 
     @property
     def trained(self) -> int:
-        """Return the number of parameters with a gradient."""
+        """Return the number of trainable parameters."""
         return self.adapters or self.parameters
 
     @property
     def weight_share(self) -> float:
-        """Return the FLOPs of weight gradients, and of half of attention's backward, as a share of the forward's: less
-        than 1 where weights are frozen."""
+        """Return the FLOPs of weight gradients and half of attention's backward, relative to the forward.
+
+        The share is below 1 if weights are frozen.
+        """
         frozen = self.weight_flops - 2 * self.sequence * self.adapters if self.adapters else 0.0
         return 1 - frozen / self.flops
 
     @property
     def expert_flops(self) -> float:
-        """Return those of the forward that experts compute: each token goes through a part of their parameters."""
+        """Return the forward FLOPs of experts; each token uses only its chosen experts."""
         used = self.picked / self.experts if self.experts else 0.0
         return 2 * self.sequence * self.expert_parameters * used
 
     @property
     def end_flops(self) -> float:
-        """Return those of the forward that the ends compute, which are never recomputed."""
+        """Return the forward FLOPs of the ends, which are never recomputed."""
         if self.costs is None:
             return 0.0
         ends = self.costs.before + self.costs.after
@@ -102,30 +104,30 @@ class ModelWork:
 
     @property
     def key_width(self) -> float:
-        """Return the numbers that the keys of a token are in a block, and its values."""
+        """Return the total dimension of a token's keys in a block, which is also that of its values."""
         return self.hidden * (self.groups or self.heads) / self.heads
 
 
 def work_of(
     config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.bfloat16, *, adapters: int = 0
 ) -> ModelWork:
-    """Look at one block at work, and count the others like it.
+    """Return the work of a model; memory traffic is measured on the first block and scaled to all blocks.
 
     Args:
-        adapters: parameters of LoRA adapters, where only these are trained.
+        adapters: parameters of LoRA adapters if only these are trained.
 
     Raises:
-        ConfigError: it is no causal LM with blocks.
+        ConfigError: the model is not a causal LM with blocks.
     """
     router_loss = bool(getattr(config, "output_router_logits", False))
-    if router_loss:  # it costs next to nothing
+    if router_loss:  # the cost of the router loss is negligible
         config = copy.deepcopy(config)
         config.output_router_logits = False
     model = build_on_meta(config, dtype)
     text: Any = config.get_text_config()
     blocks = parts_of(model).blocks
     costs = model_costs(model, "best", sequence=sequence)
-    weights = model_costs(model, "best", sequence=1)  # a single token has no attention to speak of
+    weights = model_costs(model, "best", sequence=1)  # attention is negligible for a single token
     of_adapters = 2 * sequence * adapters
     experts = [module for _, module in experts_in(model)]
     return ModelWork(
@@ -154,7 +156,7 @@ def _total(costs: LayerCosts) -> float:
 
 
 def _traffic_of(model: nn.Module, block: nn.Module, sequence: int) -> float:
-    """Return the bytes of the forward of one block; the model's own forward leads to it and ends behind it."""
+    """Return the memory traffic of one block's forward; the model's forward is aborted after the block."""
     traffic = _Traffic()
 
     def before(module: nn.Module, args: Any) -> None:
@@ -174,11 +176,11 @@ def _traffic_of(model: nn.Module, block: nn.Module, sequence: int) -> float:
 
 
 class _SeenError(Exception):
-    """The block has been seen."""
+    """Raised to abort the forward after the block."""
 
 
 class _Traffic(TorchDispatchMode):
-    """Adds up what operations read and write, but for views and products: those are bound by arithmetic."""
+    """Adds up the bytes that operations read and write, except views and compute-bound products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class _Traffic(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func._opname == "_local_scalar_dense":
-            return 1  # of a question to all tokens: whether they are of one sequence, and none is padding
+            return 1  # checks over all tokens are true: one sequence, no padding
         made = (
             _grouped(func, args, kwargs or {})
             if func._opname == "_grouped_mm"
@@ -202,14 +204,14 @@ class _Traffic(TorchDispatchMode):
 
 
 def _grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the product on meta, whose kernel refuses fp32, which those of devices take."""
+    """Return the grouped product on meta; the meta kernel rejects fp32, which the device kernels support."""
     narrow = [a.bfloat16() if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in args]
     made: Tensor = func(*narrow, **kwargs)
     return made.to(args[0].dtype)
 
 
 class _OneAttention(TorchFunctionMode):
-    """Attention is one kernel on devices, whatever it is made of on meta."""
+    """Replaces attention by one operation: on devices it is one fused kernel, on meta it is decomposed."""
 
     def __torch_function__(
         self,
