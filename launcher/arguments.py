@@ -8,10 +8,10 @@ import argparse
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--deepspeed`, `--deepspeed_config PATH` and their former names, as in DeepSpeed."""
     group = parser.add_argument_group("DeepSpeed", "configuration of the training engine")
-    group.add_argument(
-        "--deepspeed", action="store_true", help="kept for scripts that ask for it; has no effect of its own"
-    )
-    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for compatibility; has no effect")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the DeepSpeed JSON config")
     group.add_argument("--deepscale", action="store_true", help="the former name of --deepspeed")
-    group.add_argument("--deepscale_config", type=str, default=None, help="of --deepspeed_config")
+    group.add_argument(
+        "--deepscale_config", type=str, default=None, help="the former name of --deepspeed_config"
+    )
     return parser

@@ -63,14 +63,14 @@ def configure(
     section = _section(deepspeed_config, {KEYS[name]: arguments[name] for name in KEYS if name in arguments})
     if section.contiguous_memory_optimization and section.number_checkpoints is None:
         raise ConfigError(
-            "a single buffer for the saved inputs needs their number",
+            "contiguous checkpointing needs the number of checkpoints",
             where="checkpointing.configure()",
-            fix="pass num_checkpoints=N: the calls of checkpoint() in one forward",
+            fix="pass num_checkpoints=N, the number of checkpoint() calls in one forward",
         )
     if section.partition_activations and mpu_ is None:
         logger.warning(
             "checkpointing.configure(): partition_activations splits inputs over model-parallel ranks; "
-            "without mpu_ these ranks are unknown, so each rank keeps its inputs whole"
+            "without mpu_ these ranks are unknown, so each rank keeps its full inputs"
         )
     _checkpointer = Checkpointer.of(section, _axis(mpu_), section.number_checkpoints or 0)
     _arguments, unit = arguments, mpu_

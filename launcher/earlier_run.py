@@ -40,9 +40,9 @@ def check(args: argparse.Namespace, output_dir: Path) -> None:
     there = _results(output_dir)
     if there and not (resumes or args.overwrite):
         raise ConfigError(
-            f"{output_dir} has the results of an earlier run: {' and '.join(there)}",
+            f"{output_dir} contains the results of an earlier run: {' and '.join(there)}",
             where="--output-dir",
-            fix="go on from its checkpoint with --resume, replace them with --overwrite, or name another directory",
+            fix="resume with --resume, replace the results with --overwrite, or choose another directory",
         )
     if not args.overwrite:
         return
@@ -50,15 +50,15 @@ def check(args: argparse.Namespace, output_dir: Path) -> None:
         raise ConfigError(
             "--overwrite would remove the checkpoint that --resume reads",
             where=f"--output-dir {output_dir}",
-            fix="leave out one of the two flags",
+            fix="remove one of the two flags",
         )
     for flag in ("model", "tokenizer"):
         named = getattr(args, flag)
         if named is not None and any(_is_inside(named, output_dir / name) for name in (CHECKPOINTS, MODEL)):
             raise ConfigError(
-                f"--overwrite would remove {named}, and the run reads it",
+                f"--overwrite would remove {named}, which the run reads",
                 where=f"--{flag} {named}",
-                fix="name another --output-dir",
+                fix="choose another --output-dir",
             )
 
 

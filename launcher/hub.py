@@ -16,7 +16,7 @@ def unreachable() -> str:
     """Return why the Hub is unreachable, or "" if it seems reachable; sends no request."""
     said = next((name for name in _OFFLINE if os.environ.get(name, "").upper() in _TRUE), None)
     if said is not None:
-        return f"{said} is set, so {HUB} is not asked"
+        return f"{said} is set, so {HUB} is not contacted"
     return "" if _has_address(HUB) else f"{HUB} cannot be reached"
 
 

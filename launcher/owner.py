@@ -91,7 +91,7 @@ class Owner:
             alive = psutil.pid_exists(self.pid) and _started(self.pid) == self.started
             return None if alive else f"process {self.pid} has ended"
         silent = _age(path)
-        return f"{self.host} was silent for {silent:.0f} s" if silent > SILENT_S else None
+        return f"{self.host} has not responded for {silent:.0f} s" if silent > SILENT_S else None
 
     def is_this_process(self) -> bool:
         me = Owner.me(self.run)
@@ -120,11 +120,11 @@ def check_free(directory: Path, run: str = "") -> str | None:
         return None
     gone = owner.is_gone(path)
     if gone is None:
-        age = "" if owner.is_here() else f"; it counts as gone after {SILENT_S:.0f} s of silence"
+        age = "" if owner.is_here() else f"; it is considered dead after {SILENT_S:.0f} s without a heartbeat"
         raise ConfigError(
-            f"another run writes to {directory}: {owner}",
+            f"another run is writing to {directory}: {owner}",
             where="--output-dir",
-            fix=f"name another directory, or end that run{age}",
+            fix=f"choose another directory, or stop that run{age}",
         )
     return f"taking over {directory} from {owner}: {gone}"
 
@@ -156,8 +156,9 @@ class Ownership:
         """Raise `ConfigError` if another run has taken over the directory; this one must stop writing."""
         if self._successor is not None:
             raise ConfigError(
-                f"another run has taken over {self.directory}: {self._successor}. This one had been silent for more "
-                f"than {SILENT_S:.0f} s, and ends: both would write to the same files",
+                f"another run has taken over {self.directory}: {self._successor}. This run had sent no "
+                f"heartbeat for more than {SILENT_S:.0f} s; it stops because both runs would write to "
+                "the same files",
                 where="--output-dir",
                 fix="continue in another directory: --output-dir NEW --resume DIR",
             )
@@ -204,12 +205,14 @@ def take(directory: Path, run: str, say: Callable[[str], None]) -> Ownership:
                 _move_away(path, before)
     except OSError as error:
         raise ConfigError(
-            f"no run can take {directory}: its lock {path} cannot be created: {error}",
+            f"cannot lock {directory}: failed to create {path}: {error}",
             where="--output-dir",
-            fix="name a writable directory on a file system with hard links",
+            fix="choose a writable directory on a file system that supports hard links",
         ) from error
     raise ConfigError(
-        f"another run is taking {directory} at the same time", where="--output-dir", fix="start again"
+        f"another run is locking {directory} at the same time",
+        where="--output-dir",
+        fix="start the run again",
     )
 
 
@@ -265,7 +268,7 @@ def _read(path: Path) -> Owner | None:
             path,
             "the lock",
             where="--output-dir",
-            fix=f"launcher did not write it: remove {path}, or name another directory",
+            fix=f"this file was not written by launcher: remove {path}, or choose another directory",
             largest=LARGEST,
         )
     except ConfigError as error:

@@ -67,7 +67,9 @@ class RecipeState:
         self.collect_garbage()
         self.choose_background()
         if not self.is_sound():
-            self.engine.telemetry.say(f"step {self.engine.global_steps} is not saved: it is not finite")
+            self.engine.telemetry.say(
+                f"step {self.engine.global_steps} is not saved: its loss, gradients or weights are not finite"
+            )
             return False
         self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=self.client_state())
         return True
@@ -106,7 +108,7 @@ class RecipeState:
         if self.save(tag):
             self.engine.saver.wait()
             before = self.run.checkpoints / tag
-            error.fix = f"{error.fix}; go on from the state before this step: --resume {before}"
+            error.fix = f"{error.fix}; resume from the state before this step: --resume {before}"
 
     def resume(self) -> None:
         """Load the checkpoint that the run resumes from, if there is one. Every rank must call it."""
@@ -131,18 +133,16 @@ class RecipeState:
         source = "the memory of the nodes" if in_memory else path
         self.run.say(f"resumed from {source} at step {self.engine.global_steps}")
         if self.engine.global_steps >= self.total_steps:
-            self.run.say(
-                f"WARNING the run has {self.total_steps} steps in all, and they are made: nothing is trained"
-            )
+            self.run.say(f"WARNING all {self.total_steps} steps are already complete; nothing to train")
 
     def _check_tokenizer(self, resuming: Resuming) -> None:
         was, now = resuming.client_state.get("tokenizer"), self.fingerprint()
         if None in (was, now) or was == now or self.run.args.allow_model_changes:
             return
         raise ConfigError(
-            "the checkpoint was trained with another tokenizer: its tokens mean something else to the model",
+            "the checkpoint was trained with another tokenizer, whose token ids have different meanings",
             where="--tokenizer",
-            fix="name the one that it was trained with, or pass --allow-model-changes",
+            fix="use the tokenizer that it was trained with, or pass --allow-model-changes",
         )
 
     def fingerprint(self) -> str | None:
@@ -157,15 +157,15 @@ class RecipeState:
         count = f"the last {self.nonfinite} steps are" if self.nonfinite > 1 else "the last step is"
         what = f"{count} not finite" if self.nonfinite else "the weights are not finite"
         back = (
-            f"the checkpoint before is {self.run.checkpoints / tag}"
+            f"the last good checkpoint is {self.run.checkpoints / tag}"
             if tag
-            else "there is no checkpoint before"
+            else "there is no earlier checkpoint"
         )
         return NotFiniteError(
             f"{what}: training ends after step {step}, and no model is exported",
             where=f"{self.run.output_dir / METRICS}; {back}",
-            fix="lower the learning rate, clip gradients, or look at the data of these steps"
-            + ("; go on from there with --resume" if tag else ""),
+            fix="lower the learning rate, clip gradients, or check the data of these steps"
+            + ("; resume from there with --resume" if tag else ""),
         )
 
     def collect_garbage(self) -> None:

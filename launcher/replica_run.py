@@ -66,7 +66,7 @@ class ReplicaRun:
         self.told = Told(0.0, False, False, [])
         memory = PeerMemory.of_run(copies=False)
         if memory is None:
-            raise LauncherError("replicas copy their state through /dev/shm, which is not there")
+            raise LauncherError("replicas copy their state through /dev/shm, which is not available")
         self.memory = engine.saver.memory = memory
         self._mine = torch.zeros(5, dtype=torch.float64)
         engine.zero.callbacks.before_norm.append(self._average)
@@ -105,7 +105,8 @@ class ReplicaRun:
             take(self.engine.load_checkpoint(self.memory.directory, tag)[1])
             self.memory.clear()
             say(
-                f"joined the others at step {self.engine.global_steps}, with the state of replica {epoch.donor}"
+                f"joined the other replicas at step {self.engine.global_steps} with the state of "
+                f"replica {epoch.donor}"
             )
             return
 

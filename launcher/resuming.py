@@ -68,9 +68,9 @@ class Resuming:
         lacks += [key for key in ("config", "client_state") if not isinstance(self.meta.get(key), dict)]
         if lacks:
             raise CheckpointError(
-                f"meta.json of the checkpoint is damaged: it has no {', '.join(lacks)}.",
+                f"meta.json of the checkpoint is damaged: missing {', '.join(lacks)}.",
                 where=str(self.directory / (self.tag or latest_tag(self.directory) or "")),
-                fix="name another checkpoint (tag)",
+                fix="choose another checkpoint (tag)",
             )
 
     @property
@@ -136,31 +136,31 @@ def keep_batch(
     if config.elasticity.on or train == was[TRAIN]:
         return config, None
     ranks_were = was[TRAIN] // (was[MICRO] * was[ACCUMULATION])
-    ranks = f"{_count(dp_degree)} now and {_count(ranks_were)} then"
+    ranks = f"{_count(dp_degree)} now, {_count(ranks_were)} in the checkpoint"
     divides = not fixed and was[TRAIN] % (micro * dp_degree) == 0
     untouched = resuming.client_state.get("batch_keys", written) == written
     if divides and wanted is not False and (wanted or untouched):
         kept = was[TRAIN] // (micro * dp_degree)
         line = (
-            f"batch   {was[TRAIN]} sequences a step, as in the checkpoint: {ACCUMULATION} is {kept} in place of "
-            f"{accumulation} ({ranks}); --no-keep-batch leaves it as written"
+            f"batch   {was[TRAIN]} sequences per step, as in the checkpoint: {ACCUMULATION} is {kept} "
+            f"instead of {accumulation} ({ranks}); --no-keep-batch keeps the config value"
         )
         return config.model_copy(update={ACCUMULATION: kept}), line
     if wanted:
         reason = (
-            f"{TRAIN} {train} is written"
+            f"the config sets {TRAIN} to {train}"
             if fixed
             else f"{was[TRAIN]} is not a multiple of {micro} x {dp_degree} ranks"
         )
         raise ConfigError(
             f"the checkpoint's global batch, {was[TRAIN]} sequences, cannot be kept: {reason}",
             where="--keep-batch",
-            fix=f"write another {MICRO}, start another number of ranks, or pass --no-keep-batch",
+            fix=f"use a different {MICRO} or number of ranks, or pass --no-keep-batch",
         )
-    way = "; --keep-batch keeps it" if divides else ""
+    way = "; --keep-batch keeps the batch size" if divides else ""
     return config, (
-        f"WARNING a step has {train} sequences, and had {was[TRAIN]} in the checkpoint ({ranks}): the learning "
-        f"rate and the number of steps mean something else now{way}"
+        f"WARNING the global batch is {train} sequences, but was {was[TRAIN]} in the checkpoint "
+        f"({ranks}): the learning rate and step count may need to be adjusted{way}"
     )
 
 
@@ -178,7 +178,7 @@ def _place(wanted: str | None, checkpoints: Path, *, own: bool) -> tuple[Path, s
             raise ConfigError(
                 f"--resume: {checkpoints} has no checkpoint yet",
                 where="--resume latest",
-                fix="name the run's --output-dir, or a checkpoint directory: --resume DIR",
+                fix="pass the run's --output-dir, or a checkpoint directory: --resume DIR",
             )
         return checkpoints, None
     path = Path(wanted).expanduser()
@@ -192,5 +192,5 @@ def _place(wanted: str | None, checkpoints: Path, *, own: bool) -> tuple[Path, s
     raise ConfigError(
         f"--resume: {path} is not a checkpoint",
         where=f"--resume {wanted}",
-        fix="name a run's output directory, its checkpoints directory, or one checkpoint in it",
+        fix="pass a run's output directory, its checkpoints directory, or one checkpoint in it",
     )

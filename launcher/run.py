@@ -79,7 +79,7 @@ class Run:
         source = os.environ.get("LAUNCHER_CONFIG")
         if source is None:
             raise ConfigError(
-                "no JSON was named", fix="start the recipe through `launch --config ds_config.json`"
+                "missing --config", fix="start the recipe through `launch --config ds_config.json`"
             )
         device = pick_device(args.device or os.environ.get("LAUNCHER_DEVICE", "auto"))
         init_distributed(device)
@@ -154,10 +154,11 @@ class Run:
         self.memory = PeerMemory.of_run()
         if self.memory is None:
             self.say(
-                "WARNING checkpoint.peer_memory: nothing is kept, for agents of `launch` have no /dev/shm here"
+                "WARNING checkpoint.peer_memory is disabled: /dev/shm is not available to the agents "
+                "of `launch`"
             )
             return None
-        nodes = "each node and the next" if self.memory.keeps_copies else "this node, which is the only one"
+        nodes = "each node and the next" if self.memory.keeps_copies else "the only node"
         self.say(f"memory  a copy of the state every {every} steps, in the memory of {nodes}")
         return Resuming.in_memory(self.memory, self.checkpoints, has_saved=self.has_saved)
 
@@ -251,7 +252,7 @@ class Run:
         self.say(f"batch   {report.batch(engine)}")
         if self.replicas > 1:
             whole = engine.train_batch_size() * self.replicas
-            self.say(f"replica {self.replica} of {self.replicas}, which together have a batch of {whole}")
+            self.say(f"replica {self.replica} of {self.replicas}; global batch of all replicas: {whole}")
         for auto in engine.resolved.resolved_autos:
             self.say(f"chosen  {auto.path} = {auto.value} ({auto.why})")
         for note in engine.resolved.notes:

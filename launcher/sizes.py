@@ -19,7 +19,7 @@ def bytes_of(text: str | float) -> int:
         return int(text)
     found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{text!r} is not a number of bytes; write for example 512M or 80GiB")
+        raise ValueError(f"{text!r} is not a number of bytes; use for example 512M or 80GiB")
     decimal = (found[3] or "").upper() == "B"
     return int(float(found[1]) * (1000 if decimal else 1024) ** _POWERS[found[2].upper()])
 

@@ -102,17 +102,18 @@ class Training:
         last = getattr(engine.lr_scheduler, "total_steps", None)
         if isinstance(last, int) and self.total_steps > last:
             raise ConfigError(
-                f"the schedule ends after {last} optimizer steps, and the run has {self.total_steps}",
+                f"the schedule ends after {last} optimizer steps, but the run has {self.total_steps}",
                 where="scheduler.params.total_steps",
-                fix=f'write {self.total_steps}, or "auto"',
+                fix=f'set it to {self.total_steps} or "auto"',
             )
         sampling = engine.resolved.data_efficiency.sampling
         if sampling and self.total_steps > sampling.num_epochs * self.loader.steps_per_epoch:
             passes = self.total_steps / self.loader.steps_per_epoch
             raise ConfigError(
-                f"{self.total_steps} steps are {passes:.1f} passes over the data, not {sampling.num_epochs}",
+                f"{self.total_steps} steps need {passes:.1f} passes over the data, but num_epochs is "
+                f"{sampling.num_epochs}",
                 where="data_efficiency.data_sampling.num_epochs",
-                fix="raise it, or train fewer steps: --max-steps, --epochs",
+                fix="increase it, or train fewer steps: --max-steps, --epochs",
             )
 
     def fit(self) -> None:
@@ -170,7 +171,7 @@ class Training:
         try:
             self.replica.join(self._begin, self._take_state, self.run.say)
         except RunIsOver:
-            self.run.say("the run ends: this replica joins no more")
+            self.run.say("the run has already finished; this replica does not join")
             self._leave()
             return False
         return True
@@ -196,7 +197,7 @@ class Training:
     def _save_and_leave(self) -> None:
         saved = not self._leads or self.state.save()
         self.engine.saver.wait()
-        how = "saved after" if saved else "stopped, and not saved, after"
+        how = "saved after" if saved else "stopped without saving after"
         self.engine.telemetry.say(f"SIGTERM: {how} step {self.engine.global_steps}")
         raise SystemExit(0 if saved else 1)
 
@@ -352,7 +353,7 @@ class Training:
         title = f"{self.name}, ZeRO stage {stage}, {engine.world_size} rank{'s' * (engine.world_size > 1)}"
         plot_loss(metrics, output / "loss.png", title=title)
         if self.expert_load.experts:
-            self.expert_load.plot(output / "experts.png", title=f"tokens of experts: {title}")
+            self.expert_load.plot(output / "experts.png", title=f"tokens per expert: {title}")
         written = {
             "metrics": metrics,
             "summary": output / "summary.json",

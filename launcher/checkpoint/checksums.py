@@ -40,7 +40,7 @@ class FileChecksum:
             return cls(content)
         size, blocks = content["bytes"], content["xxh3"]
         if not (isinstance(size, int) and isinstance(blocks, list) and len(blocks) == -(-size // BLOCK)):
-            raise ValueError(f"{content} are not the checksums of a file")
+            raise ValueError(f"{content} is not a valid entry of file checksums")
         return cls(size, tuple(blocks))
 
     def write(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def check_blocks(
 def damaged(path: Path, place: str = "") -> CheckpointError:
     """Return the error for a file with a wrong checksum."""
     return CheckpointError(
-        f"{path} is damaged: its checksum is wrong{place and f' {place}'}.",
+        f"{path} is damaged: checksum mismatch{place and f' {place}'}.",
         where=str(path),
         fix="load another checkpoint (tag); if you have changed the file yourself, restore it",
     )

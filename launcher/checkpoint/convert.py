@@ -26,9 +26,9 @@ def copy(stored: SourceCheckpoint, out: Path) -> Path:
         raise there_already(out / stored.tag)
     if out.resolve().is_relative_to(stored.path.resolve()):
         raise CheckpointError(
-            f"{out} is inside the checkpoint that is read.",
+            f"The output directory {out} is inside the checkpoint to convert.",
             where=str(out),
-            fix="name another directory to write into",
+            fix="choose another output directory",
         )
     tensors = {name: _lazily(stored, name) for name in stored.entries}
     meta = {key: encode(value) for key, value in stored.meta.items() if key != "writer"}

@@ -175,7 +175,7 @@ class _Export:
 def _plan(name: str, dtype: torch.dtype, shape: Sequence[int], fetch: Fetch) -> _PlannedTensor:
     if dtype not in _DTYPE_NAMES:
         raise CheckpointError(
-            f"{name} has dtype {dtype}, which safetensors cannot hold.", fix="convert it first"
+            f"{name} has dtype {dtype}, which safetensors does not support.", fix="convert it first"
         )
     return _PlannedTensor(name, dtype, tuple(shape), fetch)
 
@@ -213,7 +213,7 @@ def _write_tensor(file: IO[bytes], planned: _PlannedTensor, tensor: torch.Tensor
     if tensor is None or tensor.dtype != planned.dtype or tuple(tensor.shape) != planned.shape:
         got = "nothing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
         raise CheckpointError(
-            f"{planned.name} was announced as {planned.shape} of {planned.dtype}, but {got} was fetched.",
+            f"Expected {planned.name} as {planned.shape} of {planned.dtype}, but got {got}.",
             where=planned.name,
         )
     data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()

@@ -45,9 +45,9 @@ def refuse_torchtitan(where: Path) -> None:
     """
     if is_torchtitan(where):
         raise CheckpointError(
-            f"{where} is a checkpoint of torchtitan's, whose parameters have other names: it is not loaded.",
+            f"{where} is a torchtitan checkpoint, whose parameters have other names; it cannot be loaded directly.",
             where=str(where),
-            fix=f"launch import {where} OUT --model M, and load OUT",
+            fix=f"convert it with `launch import {where} OUT --model M`, then load OUT",
         )
 
 

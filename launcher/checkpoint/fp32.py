@@ -28,7 +28,7 @@ from launcher.sizes import bytes_of
 
 SCRIPT = """\
 #!{python}
-\"\"\"Weights of the checkpoints in this directory, in fp32: zero_to_fp32.py CHECKPOINTS OUTPUT [--tag TAG]\"\"\"
+\"\"\"Export fp32 weights of the checkpoints in this directory: zero_to_fp32.py CHECKPOINTS OUTPUT [--tag TAG]\"\"\"
 
 import sys
 
@@ -132,12 +132,14 @@ def load_state_dict_from_zero_checkpoint(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line of `zero_to_fp32.py`, with DeepSpeed's arguments; return the exit code."""
-    parser = argparse.ArgumentParser(description="Write the weights of a checkpoint in fp32.")
-    parser.add_argument("checkpoint_dir", help="the directory that holds `latest` and global_step*")
-    parser.add_argument("output_dir", help="where the files go")
-    parser.add_argument("--max_shard_size", default="5GB", help="of a file (default: 5GB)")
-    parser.add_argument("--safe_serialization", action="store_true", help="safetensors in place of a pickle")
-    parser.add_argument("-t", "--tag", help="default: the latest")
+    parser = argparse.ArgumentParser(description="Export the weights of a checkpoint in fp32.")
+    parser.add_argument("checkpoint_dir", help="directory that contains `latest` and global_step*")
+    parser.add_argument("output_dir", help="output directory")
+    parser.add_argument("--max_shard_size", default="5GB", help="maximum size of a file (default: 5GB)")
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help="write safetensors instead of a pickle"
+    )
+    parser.add_argument("-t", "--tag", help="tag of the checkpoint (default: the latest)")
     flags = parser.parse_args(argv)
     try:
         convert_zero_checkpoint_to_fp32_state_dict(

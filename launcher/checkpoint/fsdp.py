@@ -125,7 +125,7 @@ class FsdpContent:
         names = self.metadata.state_dict_metadata
         if not any(name.startswith("model/") for name in names):
             raise _unread(
-                self.directory, f"it has no weights under {_MODEL!r}, where programs of FSDP2 put them"
+                self.directory, f"it has no weights under {_MODEL!r}, where FSDP2 programs store them"
             )
         self._check_states()
         of_states = {name.split("/", 2)[2] for name in names if not name.startswith("model/")}
@@ -134,8 +134,8 @@ class FsdpContent:
         if odd := sorted(name for name in of_states if not own[name] & names.keys()):
             raise _unread(
                 self.directory,
-                f"it has the optimizer's states of {', '.join(odd[:3])}, and no {'weights' if odd[1:] else 'weight'} "
-                "of that name",
+                f"it has optimizer states for {', '.join(odd[:3])}, but no "
+                f"{'weights with those names' if odd[1:] else 'weight with that name'}",
             )
         for relative, end in _ends(self.metadata.storage_data):
             path = self.directory / relative
@@ -149,7 +149,7 @@ class FsdpContent:
         members = {name for group in self._groups()[1] for name in group} if kept else set[str]()
         if lacking := sorted(members - kept):
             logger.warning(
-                "%s has no state of %d of the parameters that the optimizer steps, which begin anew: %s",
+                "%s has no state for %d of the parameters in the optimizer; their state is reset: %s",
                 self.directory, len(lacking), first_names(lacking),
             )  # fmt: skip
 
@@ -160,11 +160,11 @@ class FsdpContent:
         states = {name: entry for name, entry in entries.items() if name.startswith("optimizer/")}
         if odd := [n for n, e in states.items() if n.startswith("optimizer/step/") or not _is_real(e)]:
             size, dtype = list(states[odd[0]].size), states[odd[0]].properties.dtype
-            raise _unread(self.directory, f"{odd[0]} is of the shape {size} and the dtype {dtype}")
+            raise _unread(self.directory, f"{odd[0]} has the invalid shape {size} or dtype {dtype}")
         counted = {name.removeprefix(_STEP) for name in entries if name.startswith(_STEP)}
         moments = {name.split("/", 2)[2] for name in states if name.startswith("optimizer/exp_avg")}
         if lacking := sorted(moments - counted):
-            raise _unread(self.directory, f"it has moments of {lacking[0]}, and not how many steps made them")
+            raise _unread(self.directory, f"it has Adam moments for {lacking[0]}, but no step count")
         for name, entry in entries.items():
             if overlap(entry.chunks):
                 raise _damaged(self.directory / METADATA_FILE, f"chunks of {name} overlap")
@@ -177,7 +177,7 @@ class FsdpContent:
                 count = _loaded(self.directory, info)
                 if not (_is_real(count) and math.isfinite(count) and count >= 0):
                     raise _unread(
-                        self.directory, f"the count of steps of {index.fqn.removeprefix(_STEP)} is {count}"
+                        self.directory, f"the step count of {index.fqn.removeprefix(_STEP)} is {count}"
                     )
                 found.append(int(count))
         return max(found)
@@ -246,7 +246,11 @@ def _opened(directory: Path, changed: object) -> FsdpContent:
     content.check()
     content.tell_stateless()
     if content.left:
-        logger.warning("of %s this has no place in launcher: %s", directory, ", ".join(sorted(content.left)))
+        logger.warning(
+            "%s: ignoring entries that launcher does not support: %s",
+            directory,
+            ", ".join(sorted(content.left)),
+        )
     return content
 
 
@@ -329,8 +333,8 @@ def _unread(directory: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"{directory} cannot be read: {why}.",
         where=str(directory),
-        fix="save {'model': ..., 'optim': ...} of torch.distributed.checkpoint.state_dict.get_state_dict(), or start "
-        "from the model in Hugging Face's format",
+        fix="save {'model': ..., 'optim': ...} as returned by torch.distributed.checkpoint.state_dict."
+        "get_state_dict(), or start from the model in Hugging Face format",
     )
 
 

@@ -41,14 +41,14 @@ class AttentionHeads:
         return found
 
     def __str__(self) -> str:
-        keys = "" if self.groups == self.queries else f", {self.groups} of keys and values"
-        return f"{self.queries} heads{keys}, of {self.width} rows each"
+        keys = "" if self.groups == self.queries else f", {self.groups} key/value heads"
+        return f"{self.queries} heads{keys}, head_dim {self.width}"
 
     def _of_no_model(self) -> CheckpointError:
         return CheckpointError(
-            f"No model has {self}.",
+            f"Invalid attention heads: {self}.",
             where="--model: num_attention_heads, num_key_value_heads, head_dim",
-            fix="name the model that was trained",
+            fix="set --model to the model that was trained",
         )
 
     @property

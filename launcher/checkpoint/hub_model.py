@@ -78,24 +78,24 @@ def check_model(stored: SourceCheckpoint, model: Any, named: str) -> None:
     was, now = stored.meta.get("model"), settings_of(model)
     problems = [
         *(differences(was, now) if was and now else ()),
-        *(f"{name} is not there" for name in shapes if name not in stored.shapes),
+        *(f"{name} is missing" for name in shapes if name not in stored.shapes),
         *(
             f"{name} is not a tensor of the model"
             for name in stored.shapes
             if name not in shapes and name not in ties
         ),
         *(
-            f"{other} is another matrix than {name}, and the model ties them"
+            f"{other} and {name} differ, but the model ties them"
             for other, name in ties.items()
             if {other, name} <= stored.shapes.keys() and not _equal(stored, other, name)
         ),
         *(
-            f"{name} has the shape {list(shape)}, not {list(shapes[name])}"
+            f"{name} has shape {list(shape)}, expected {list(shapes[name])}"
             for name, shape in stored.shapes.items()
             if shape != shapes.get(name, shape)
         ),
         *(
-            f"{key} has the shape {list(entry.size)}, not {list(shapes[name])}"
+            f"{key} has shape {list(entry.size)}, expected {list(shapes[name])}"
             for key, entry in stored.entries.items()
             if key.startswith("optimizer/")
             and (name := key.split("/", 2)[2]) in shapes
@@ -105,11 +105,11 @@ def check_model(stored: SourceCheckpoint, model: Any, named: str) -> None:
     if problems:
         adapters = any("lora_" in name for name in stored.shapes)
         raise CheckpointError(
-            f"{stored.path} is not a checkpoint of the model {named}: {first_names(problems, between='; ')}.",
+            f"{stored.path} does not match the model {named}: {first_names(problems, between='; ')}.",
             where=str(stored.path),
-            fix="adapters (LoRA) are merged in Python: --format fp32 writes their weights alone"
+            fix="merge LoRA adapters in Python; --format fp32 writes the adapter weights alone"
             if adapters
-            else "name the model that was trained",
+            else "set --model to the model that was trained",
         )
 
 

@@ -98,7 +98,7 @@ class Inspected:
                 self._checksums(),
             ),
             ("other tags", ", ".join(self.others)),
-            ("to use it", f"launch import {self.path} OUT --model M" if self._is_imported else ""),
+            ("import with", f"launch import {self.path} OUT --model M" if self._is_imported else ""),
         ]
         told = [f"{self.path}: {self.kind}", *(f"  {label:<24} {text}" for label, text in rows if text)]
         if tensors:
@@ -115,9 +115,9 @@ class Inspected:
 
     def _checksums(self) -> str:
         if not self.verified:
-            return "not compared (--verify does it)"
-        without = " (but DeepSpeed's swap files have none)" if any(self.path.rglob("*.swp")) else ""
-        return f"the contents are as they were written{without}"
+            return "not verified (use --verify)"
+        without = " (DeepSpeed's swap files have no checksums)" if any(self.path.rglob("*.swp")) else ""
+        return f"verified: no file is damaged{without}"
 
     def _dtypes(self, kind: str) -> str:
         found = Counter(
@@ -214,5 +214,5 @@ def _kind(path: Path, meta: dict[str, Any]) -> str:
 def _iteration(schedule: Any) -> str:
     at = schedule.get("last_batch_iteration") if isinstance(schedule, dict) else None
     if (steps := steps_in_schedule(schedule)) is not None:
-        return f"its state is not there; that of a run goes on at step {steps}"
-    return "" if schedule is None else "its state is there" if at is None else f"at iteration {at}"
+        return f"scheduler state not saved; the schedule resumes at step {steps}"
+    return "" if schedule is None else "scheduler state saved" if at is None else f"at iteration {at}"

@@ -68,7 +68,7 @@ def read_meta(path: Path) -> CheckpointMeta:
                 raise damaged(file)
         files = {str(name): FileChecksum.read(stamp) for name, stamp in content["files"].items()}
         if any((stamp.blocks is None) == (version == FORMAT) for stamp in files.values()):
-            raise ValueError(f"its list of files does not have the form of format {version}")
+            raise ValueError(f"its list of files is not valid in format {version}")
         if not isinstance(content["meta"], dict):
             raise TypeError("meta must be an object")
         saved_at, latest = int(content.get("saved_at_ns", 0)), content.get("latest")

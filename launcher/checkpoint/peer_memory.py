@@ -127,7 +127,7 @@ class PeerMemory:
         lacking = [said for said in gather_plain([needed, free], self._ranks.group) if said[0] > said[1]]
         if lacking and self._ranks.rank == 0:
             logger.warning(
-                "%s: nothing is kept in memory, for it takes %s on a node and %s of /dev/shm are free",
+                "%s: no in-memory checkpoint: it needs %s per node, but only %s of /dev/shm is free",
                 self._key, in_words(lacking[0][0]), in_words(lacking[0][1]),
             )  # fmt: skip
         return not lacking
@@ -197,8 +197,8 @@ class PeerMemory:
             self._bring(step, [[METADATA_FILE] for _ in self._nodes])
             return content.meta
         if self._ranks.rank == 0:
-            what = f"{len(lost)} of its {len(content.files)} files are on no node any more, or are damaged"
-            logger.warning("%s: %s in memory cannot be used: %s", self._key, step, what)
+            what = f"{len(lost)} of its {len(content.files)} files are missing on all nodes or damaged"
+            logger.warning("%s: in-memory checkpoint %s cannot be used: %s", self._key, step, what)
         return None
 
     def load(self, tag: str, tensors: store.TensorMap, strict: bool) -> None:
@@ -219,7 +219,9 @@ class PeerMemory:
             try:
                 stamps = read_meta(place).files
             except CheckpointError as error:
-                logger.warning("%s: %s in memory cannot be used: %s", self._key, place.name, error.what)
+                logger.warning(
+                    "%s: in-memory checkpoint %s cannot be used: %s", self._key, place.name, error.what
+                )
                 continue
             files = {META_FILE: (place / META_FILE).stat().st_size}
             for name in sorted(stamps)[share::shares]:

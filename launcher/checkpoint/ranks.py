@@ -78,7 +78,7 @@ class CollectiveErrors:
             if otherwise == "Fail":
                 raise TagsDiffer(said, fix="pass the same value on every rank")
             if self.rank == 0:
-                warnings.warn(f"{said} All ranks use the one of rank 0: {values[0]}.", stacklevel=4)
+                warnings.warn(f"{said} All ranks use rank 0's: {values[0]}.", stacklevel=4)
         return str(values[0])
 
     def of_sharing(self, value: T) -> list[T]:

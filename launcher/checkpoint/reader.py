@@ -71,12 +71,16 @@ class _RestrictedUnpickler(pickle.Unpickler):
             return PurePosixPath
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle an Enum member
             return _memory_format
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint of tensors needs")
+        raise pickle.UnpicklingError(
+            f"it refers to {module}.{name}, which is not allowed in checkpoint metadata"
+        )
 
 
 def _memory_format(kind: object, name: str) -> _MEM_FORMAT_ENCODING:
     if kind is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"it asks for {name} of {kind!r}, which no checkpoint of tensors needs")
+        raise pickle.UnpicklingError(
+            f"it refers to {name} of {kind!r}, which is not allowed in checkpoint metadata"
+        )
     return _MEM_FORMAT_ENCODING[name]
 
 
@@ -187,21 +191,21 @@ def check_fit(where: Path, metadata: Metadata, tensors: Mapping[str, torch.Tenso
     stored = {name: shape for name in tensors if (shape := shape_of(metadata, name)) is not None}
     missing = [name for name in tensors if name not in stored] if strict else []
     wrong = [
-        f"{name} is {tuple(tensor.shape)} here and {stored[name]} in the checkpoint"
+        f"{name} is {tuple(tensor.shape)} in the model and {stored[name]} in the checkpoint"
         for name, tensor in tensors.items()
         if name in stored and tuple(tensor.shape) != stored[name]
     ]
     ragged = [name for name in tensors if name in stored and not covers(metadata, name, tensors[name])]
     problems = [
         f"{len(names)} {what}: {first_names(names)}"
-        for what, names in (("missing", missing), ("of another shape", wrong), ("incomplete", ragged))
+        for what, names in (("missing", missing), ("with a different shape", wrong), ("incomplete", ragged))
         if names
     ]
     if problems:
         raise CheckpointError(
             f"The checkpoint does not fit the model: {'; '.join(problems)}.",
             where=str(where),
-            fix="load it into the model that it was saved from; a checkpoint in node-local storage also "
+            fix="load it into the model that it was saved from; a checkpoint on node-local storage also "
             "needs the same ranks on the same nodes",
         )
 
@@ -224,7 +228,7 @@ def _validate(metadata: Any) -> None:
         raise ValueError("it is not checkpoint metadata")
     for info in metadata.storage_data.values():
         if Path(info.relative_path).name != info.relative_path:
-            raise ValueError(f"it points outside its directory, to {info.relative_path}")
+            raise ValueError(f"it refers to a file outside its directory: {info.relative_path}")
 
 
 def read_chunk(file: IO[bytes], info: _StorageInfo) -> IO[bytes]:

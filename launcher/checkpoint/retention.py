@@ -41,7 +41,7 @@ def delete_old(directory: Path, keep_last: int, keep_every: int | None = None) -
             _delete(directory, tag)
             gone.append(tag)
     except (OSError, CheckpointError) as error:
-        logger.warning("old checkpoints in %s stay: they cannot be deleted: %s", directory, error)
+        logger.warning("old checkpoints in %s could not be deleted: %s", directory, error)
     return gone
 
 

@@ -20,7 +20,8 @@ def shared_by_nodes(directory: Path) -> CheckpointError:
     return CheckpointError(
         f"{directory} is shared by several nodes.",
         where="checkpoint.use_node_local_storage",
-        fix="save to a directory on each node's own disk, or write false: all nodes then save together",
+        fix="save to a directory on each node's local disk, or set it to false, so that all nodes save to one "
+        "directory",
     )
 
 
@@ -40,7 +41,7 @@ def check_space(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) ->
         free = shutil.disk_usage(temporary).free
         if needed > free:
             raise CheckpointError(
-                f"The checkpoint takes {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB left.",
+                f"The checkpoint needs {needed / 1e9:.2f} GB, but the disk has only {free / 1e9:.2f} GB free.",
                 where=str(temporary.parent),
                 fix="free some space or save elsewhere; earlier checkpoints are intact. checkpoint.keep_last deletes "
                 "old ones when a newer one is complete",
@@ -53,7 +54,7 @@ def check_visible(temporary: Path) -> None:
     """Raise CheckpointError if this node does not see the directory that rank 0 created."""
     if not temporary.is_dir():
         raise CheckpointError(
-            f"{temporary} was created by rank 0 but is not visible here.",
+            f"{temporary} was created by rank 0 but is not visible on this node.",
             where=str(temporary.parent),
             fix="save to a file system that all nodes share",
         )

@@ -116,10 +116,10 @@ class SourceCheckpoint:
             ]
         if names is None:
             raise CheckpointError(
-                f"{self.path} does not say which parameters are in which param group: an older "
-                "version wrote it.",
+                f"{self.path} does not record which parameters are in which param group: it was written by an older "
+                "version.",
                 where=str(self.directory),
-                fix="load it and save it again, or export its weights alone (--format fp32)",
+                fix="load it and save it again, or export only its weights (--format fp32)",
             )
         return [
             [name for name in group if name in self.shapes] for group in names
@@ -214,5 +214,5 @@ class SourceCheckpoint:
 def there_already(directory: Path) -> CheckpointError:
     """Return the error for an output path that already exists."""
     return CheckpointError(
-        f"{directory} is there already.", where=str(directory), fix="name another directory to write into"
+        f"{directory} already exists.", where=str(directory), fix="choose another output directory"
     )

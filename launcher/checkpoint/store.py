@@ -191,11 +191,11 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
             return None
         known = tags.tags_there(path)
         below = sorted(file.parent.name for file in path.glob(f"*/{tags.LATEST_FILE}"))
-        fix = f"name one of the directories in it: {tags.last_of(below)}" if below else "check the directory"
+        fix = f"pass one of its subdirectories: {tags.last_of(below)}" if below else "check the directory"
         raise CheckpointError(
-            f"{path} does not say which checkpoint is the latest: there is no file {tags.LATEST_FILE!r}.",
+            f"{path} has no file {tags.LATEST_FILE!r}, which names the latest checkpoint.",
             where=str(path),
-            fix=f"name the tag: {known}" if known else fix,
+            fix=f"pass a tag: {known}" if known else fix,
         )
     where = tags.tag_path(path, chosen)
     if (meta := formats.foreign_meta(where)) is not None:
@@ -208,12 +208,12 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
             f"{where / tags.META_FILE} belongs to the checkpoint {content.tag!r}, but its directory is named "
             f"{tags.tag_of(where)!r}.",
             where=str(where),
-            fix=f"if the directory was renamed or copied, name it {content.tag}; if only that file was "
+            fix=f"if the directory was renamed or copied, rename it to {content.tag}; if only that file was "
             "copied there, restore the original",
         )
     check_sizes(where, content.files)
     if not content.checksums:
-        old = f"{where} has no checksums: it was written by a version that made none. Damage to it may go unnoticed."
+        old = f"{where} has no checksums: an older version wrote it. Damage to it may go unnoticed."
         note = old if note is None else f"{note} {old}"
     if tell and note:
         logger.warning(note)
@@ -222,10 +222,10 @@ def _look(path: Path, tag: str | None, missing_ok: bool, *, tell: bool) -> tuple
 
 def _nothing_latest(path: Path) -> str:
     if not path.is_dir():
-        return f"there is no directory {path}"
+        return f"{path} does not exist"
     there = tags.tags_there(path)
-    others = f" ({there} can be loaded by the tag)" if there else ""
-    return f"{path}: there is no file `{tags.LATEST_FILE}` in it{others}"
+    others = f" (but checkpoints that can be loaded by tag: {there})" if there else ""
+    return f"{path} has no file `{tags.LATEST_FILE}`{others}"
 
 
 def _check_bytes(path: Path, tag: str, ranks: CollectiveErrors) -> None:
@@ -315,7 +315,9 @@ def _check_arguments(tag: str, meta: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(meta), allow_nan=True)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"meta cannot be written as JSON: {error}", fix="pass plain values") from error
+        raise CheckpointError(
+            f"meta cannot be written as JSON: {error}", fix="pass only JSON-serializable values"
+        ) from error
 
 
 def _start(path: Path, tag: str, ranks: CollectiveErrors) -> None:
@@ -334,7 +336,7 @@ def _write(temporary: Path, tensors: TensorMap, ranks: CollectiveErrors) -> tupl
 def _check_complete(metadata: Metadata) -> None:
     if names := incomplete(metadata):
         raise CheckpointError(
-            f"The slices of {len(names)} tensors do not make up the whole: {first_names(names)}.",
+            f"The slices of {len(names)} tensors do not cover all elements: {first_names(names)}.",
             fix="every element must be on one of the ranks that save",
         )
 
@@ -350,9 +352,9 @@ def _write_meta(temporary: Path, files: Stamps, meta: dict[str, Any], latest: bo
     there = {file.name: file.stat().st_size for file in temporary.iterdir()}
     if there != {name: stamp.size for name, stamp in files.items()}:
         raise CheckpointError(
-            f"The files of {temporary} differ from what was written: {sorted(there.items())}.",
+            f"The files in {temporary} differ from what was written: {sorted(there.items())}.",
             where=str(temporary),
-            fix="let nothing else write there, and save again",
+            fix="make sure that nothing else writes there, and save again",
         )
     tag = tags.tag_of(temporary)
     more = {"tag": tag, "saved_at_ns": time.time_ns(), "torch": torch.__version__, "latest": latest}

@@ -50,14 +50,14 @@ def check_tag(tag: str) -> str:
     """
     if tag == LATEST_FILE:
         raise CheckpointError(
-            f"{LATEST_FILE!r} cannot be a tag: the file of that name says which checkpoint is the latest.",
-            fix="leave the tag out to load the latest checkpoint, or choose another word to save one",
+            f"{LATEST_FILE!r} cannot be a tag: the file of that name records the latest checkpoint.",
+            fix="omit the tag to load the latest checkpoint; choose another tag to save one",
         )
     if not isinstance(tag, str) or not _TAG.fullmatch(tag):
         raise CheckpointError(
             f"{shortened(repr(tag))} is not a valid checkpoint tag.",
             fix="use letters, digits, '_', '-', '=' and '.', and start with a letter or digit: global_step100. To load "
-            "a checkpoint of another name, rename its directory, and write the new name into `latest`",
+            "a checkpoint with another name, rename its directory, and write the new name into `latest`",
         )
     return tag
 
@@ -92,7 +92,7 @@ def _refuse_incomplete(path: Path) -> None:
         if (path / META_FILE).exists() or any(path.glob(lacks)) or not any(path.glob(there)):
             continue
         raise CheckpointError(
-            f"{path} has {there}, and no {lacks}.",
+            f"{path} has {there}, but no {lacks}.",
             where=str(path),
             fix="copy all files of the checkpoint, or load another one (tag)",
         )
@@ -112,9 +112,9 @@ def refuse_foreign(path: Path) -> None:
     refuse_unread(path)
     if is_foreign(path):
         raise CheckpointError(
-            f"{path} is one checkpoint{' of DeepSpeed' if is_deepspeed(path) else ''}, not a directory of them.",
+            f"{path} is a single{' DeepSpeed' if is_deepspeed(path) else ''} checkpoint, not a directory of several.",
             where=str(path),
-            fix=f"load the directory {path.parent}, with the tag {path.name}",
+            fix=f"load the directory {path.parent} with the tag {path.name}",
         )
 
 
@@ -124,29 +124,29 @@ def refuse_unread(path: Path) -> None:
     Raises:
         CheckpointError: the checkpoint has to be converted.
     """
-    through_hub = "convert it into Hugging Face's format, and start from that model (--model)"
-    convert = f"{through_hub}; Megatron-LM does it with tools/checkpoint/convert.py"
+    through_hub = "convert it to Hugging Face format, and start from that model (--model)"
+    convert = f"{through_hub}; use Megatron-LM's tools/checkpoint/convert.py"
     kinds = (
         (
             is_megatron(path) or (path / ITERATION_FILE).is_file(),
-            "Megatron-Core's, whose parameters have other names",
-            f"launch import {path} OUT --model M, and load OUT",
+            "Megatron-Core checkpoint, whose parameters have other names",
+            f"convert it with `launch import {path} OUT --model M`, then load OUT",
         ),
         (
             any(path.glob("mp_rank_*/model_optim_rng.pt")),
-            "Megatron-LM's older format (--ckpt-format torch)",
+            "checkpoint in Megatron-LM's older format (--ckpt-format torch)",
             convert,
         ),
         (
             (path / "checkpoint_metadata.json").is_file() and (path / "model_config.json").is_file(),
-            "nanotron's",
-            f"{through_hub}; nanotron does it with examples/llama/convert_nanotron_to_hf.py",
+            "nanotron checkpoint",
+            f"{through_hub}; use nanotron's examples/llama/convert_nanotron_to_hf.py",
         ),
     )
     for found, what, fix in kinds:
         if found:
             raise CheckpointError(
-                f"{path} is a checkpoint of {what}: it is not loaded.", where=str(path), fix=fix
+                f"{path} is a {what}; it cannot be loaded directly.", where=str(path), fix=fix
             )
 
 
@@ -197,7 +197,7 @@ def latest_tag(directory: str | Path, file: str = LATEST_FILE) -> str | None:
         raise CheckpointError(
             f"{path} does not name a checkpoint: {error.what}",
             where=str(path),
-            fix=f"write one of the tags into it: {there}" if there else "name the tag of a checkpoint",
+            fix=f"write one of the tags into it: {there}" if there else "pass the tag of a checkpoint",
         ) from error
 
 
@@ -216,7 +216,7 @@ def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
             universal = latest_tag(directory, UNIVERSAL_FILE)
             return (
                 universal,
-                universal and f"There is no {file}. Loading {universal}, as {UNIVERSAL_FILE} says.",
+                universal and f"{file} is missing. Loading {universal}, which {UNIVERSAL_FILE} names.",
             )
         return newest, f"{file} is missing. Loading the newest checkpoint that it named: {newest}."
     known = list_tags(directory)
@@ -231,8 +231,8 @@ def tag_to_load(directory: Path) -> tuple[str | None, str | None]:
     if _saved_at(tag_path(directory, named)) == _saved_at(tag_path(directory, newest)):
         return named, None
     return named, (
-        f"{file} names {named}, but the newest checkpoint that a save made the latest is {newest}. Loading "
-        f"{named}; if you did not write that name yourself, load {newest} by its name."
+        f"{file} names {named}, but the newest checkpoint that was saved as the latest is {newest}. Loading "
+        f"{named}; if you did not write that name yourself, load {newest} by its tag."
     )
 
 
@@ -267,9 +267,9 @@ def start(directory: Path, tag: str) -> Path:
         temporary.mkdir()
     except OSError as error:
         raise CheckpointError(
-            f"{directory} cannot be written into: {error}",
+            f"Cannot write to {directory}: {error}",
             where=str(directory),
-            fix="name a directory that can be made or written",
+            fix="choose a directory that can be created and written",
         ) from error
     hold(temporary)
     return temporary
@@ -285,7 +285,7 @@ def _clean(directory: Path, mine: Path) -> None:
                 raise WrittenByAnother(
                     f"Another process is writing {directory / tag_of(path)}.",
                     where=str(path),
-                    fix="wait until it is done, or write into another directory",
+                    fix="wait until it is done, or write to another directory",
                 )
         elif path.name.startswith(OLD):
             whole = directory / path.name.removeprefix(OLD)

@@ -67,10 +67,10 @@ def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
     kind = str(made.config.model_type)
     if kind not in _TURNS_NEIGHBOURS:
         raise CheckpointError(
-            f"A model of the type {kind} is not known under torchtitan's names.",
+            f"Model type {kind} is not supported for torchtitan checkpoints.",
             where=f"--model, model_type {kind}",
-            fix=f"these are: {', '.join(_TURNS_NEIGHBOURS)}. torchtitan writes others as models of the Hub "
-            "(--checkpoint.last_save_in_hf)",
+            fix=f"supported model types: {', '.join(_TURNS_NEIGHBOURS)}. For others, save in Hugging Face format from "
+            "torchtitan (--checkpoint.last_save_in_hf)",
         )
     heads = AttentionHeads.of(made.config)
     settings = settings_of(made)  # including the heads, which must be the same on loading
@@ -78,7 +78,9 @@ def under_names_of(stored: SourceCheckpoint, model: str) -> SourceCheckpoint:
     ties = ties_of(made)
     check_model(_under(stored, sources, ties, settings), made, model)
     logger.warning(
-        "the rows of q, k and v are read as %s, as %s says: torchtitan does not write it down", heads, model
+        "reading the rows of q, k and v as %s, from the config of %s: torchtitan does not record them",
+        heads,
+        model,
     )
     once = {key: source for key, source in sources.items() if _parted(key)[1] not in ties}
     for key, source in sources.items():  # the state of a tied parameter may be under its other name
@@ -135,7 +137,7 @@ def _sources(stored: SourceCheckpoint, heads: AttentionHeads, turned: bool) -> d
                 raise CheckpointError(
                     f"{stored.path} has {ours} twice: as {found[ours].key} and as {key}.",
                     where=str(stored.path),
-                    fix="save what torchtitan saves, and nothing beside it under the model's names",
+                    fix="save only what torchtitan saves, without other tensors under the model's names",
                 )
             found[ours] = _Source(key, rows)
     return found

@@ -28,7 +28,9 @@ def take(flags: argparse.Namespace) -> None:
     }
     for name, value in taken.items():
         setattr(flags, name, value)
-    logger.info("%s gives: %s", flags.config, " ".join(_spelt(*flag) for flag in taken.items()) or "no flags")
+    logger.info(
+        "flags from %s: %s", flags.config, " ".join(_spelt(*flag) for flag in taken.items()) or "none"
+    )
 
 
 def _spelt(name: str, value: Any) -> str:

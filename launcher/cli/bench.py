@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from launcher.offload.measure import IoMeasurement
 
 DESCRIPTION = """\
-io: measures a directory for offloading to NVMe: writes and reads a file there with requests of different sizes and
-numbers in flight, and prints the `aio` section that was best. It uses --size bytes of the disk meanwhile.
-device: measures matrix products, memory and links of this machine's devices, for `launch plan --gpu FILE.json`."""
+io: measures a directory for NVMe offload: writes and reads a file there with requests of different sizes and different
+numbers of requests in flight, and prints the best `aio` section. It temporarily uses --size bytes of the disk.
+device: measures matmuls, memory and links of this machine's devices, for `launch plan --gpu FILE.json`."""
 EPILOG = """\
 examples:
   launch bench io /local_nvme
@@ -66,7 +66,7 @@ def bench(argv: Sequence[str]) -> int:
     if flags.what == "device":
         return _device(flags.num_gpus, flags.out)
     if flags.path is None:
-        raise ConfigError("the directory is missing", fix="launch bench io /local_nvme")
+        raise ConfigError("missing argument: the directory to measure", fix="launch bench io /local_nvme")
     from rich.console import Console
 
     from launcher.offload.measure import bench as made

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from launcher.plan.work import ModelWork
 
 DESCRIPTION = """\
-Compares the steps of a recipe's run with what `launch plan` would have predicted for its layout, and writes a row of
-the device with which the prediction is right: the parts of its peaks that training reaches are made larger or
-smaller."""
+Compares the step time of a recipe's run with the prediction of `launch plan` for its layout, and writes a device row
+that makes the prediction match: it scales the fractions of the device's peaks that training reaches."""
 EPILOG = """\
 examples:
   launch calibrate runs/run --gpu h100 --out h100-here.json
@@ -38,7 +37,7 @@ def calibrate_parser() -> FlagParser:
     parser = FlagParser(prog="launch calibrate", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", help="the output directory of a recipe's run that has ended")
-    add("--gpu", required=True, metavar="TYPE", help="GPU type, or the file of a row to begin with")
+    add("--gpu", required=True, metavar="TYPE", help="GPU type, or a file with a row to start from")
     add_gpus_per_node(parser)
     add("--out", metavar="FILE.json", help="write the row to this file, which must not exist yet")
     return parser
@@ -79,8 +78,11 @@ def calibrate(argv: Sequence[str]) -> int:
     print(f"{flags.run_dir}: {layout.in_words()}, sequences of {run.work.sequence:,} tokens")
     before = run.predicted(base, per_node)
     print(f"a step took {run.seconds:.4g} s; predicted for {base.title}: {before:.4g} s")
-    reached = f"{row['matmul']:.3g} of its peak in products ({base.matmul_share:.3g} before)"
-    print(f"with this row it is right: training reaches {reached}, and {row['traffic']:.3g} of its memory's")
+    reached = f"{row['matmul']:.3g} of the matmul peak ({base.matmul_share:.3g} before)"
+    print(
+        f"with this row the prediction matches: training reaches {reached}, and {row['traffic']:.3g} of the memory "
+        "bandwidth"
+    )
     text = json.dumps(row, indent=2) + "\n"
     if flags.out:
         write(flags.out, text, "--out")
@@ -134,16 +136,16 @@ def measured_run(directory: Path) -> MeasuredRun:
         sequence = round(summary["tokens"] / summary["steps"] / config["train_batch_size"])
         world = int(summary["world_size"])
         if min(world, sequence) < 1 or not all(0 < each < math.inf for each in times):
-            raise ValueError("no ranks, no tokens, or steps that took no time")
+            raise ValueError("no ranks, no tokens, or invalid step times")
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise ConfigError(
-            f"{directory} holds no run that can be read: {error}", where="RUN_DIR", fix=fix
+            f"{directory} contains no readable run: {error}", where="RUN_DIR", fix=fix
         ) from error
     if len(times) <= WARMUP_STEPS:
         raise ConfigError(
-            f"{directory} has {len(times)} steps, of which the first {WARMUP_STEPS} do not count",
+            f"{directory} has {len(times)} steps, and the first {WARMUP_STEPS} are ignored as warm-up",
             where="RUN_DIR",
-            fix="train some more: --max-steps 20",
+            fix="train longer: --max-steps 20",
         )
     if not (directory / "model" / "config.json").is_file():
         raise ConfigError(f"{directory} has no model/config.json", where="RUN_DIR", fix=fix)
@@ -167,10 +169,10 @@ def _solved(seconds_with: Callable[[float], float], seconds: float) -> float:
     least, most = LEAST, MOST
     if seconds_with(most) > seconds:
         raise ConfigError(
-            f"what the ranks send each other is predicted to take {seconds_with(most):.3g} s by itself, and a step "
+            f"communication alone is predicted to take {seconds_with(most):.3g} s, but a step "
             f"took {seconds:.3g} s",
             where="--gpu",
-            fix="measure the links of this machine: launch bench device --out FILE.json, and name that file",
+            fix="measure the links of this machine: launch bench device --out FILE.json, and pass that file",
         )
     for _ in range(80):
         middle = (least * most) ** 0.5

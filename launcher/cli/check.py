@@ -26,16 +26,16 @@ COLOURS = {"refused": "bold red", "obsolete": "yellow", "used differently": "cya
 COLOURS |= {"comment": "dim", "foreign": "yellow", "default": "cyan", "used": "green"}
 
 DESCRIPTION = """\
-Says what becomes of every key of a DeepSpeed-style JSON: used, used differently (how), obsolete (what replaced it),
-without effect (why), foreign (a script's own), or refused (why, and what to write). All problems are told at once.
-Needs no GPU."""
+Reports how every key of a DeepSpeed-style JSON is handled: used, used differently (how), obsolete (what replaced it),
+without effect (why), foreign (a script's own key), or refused (why, and what to write). All problems are reported at
+once. Needs no GPU."""
 EPILOG = """\
 examples:
   launch check ds_config.json
-  launch check ds_config.json --num-gpus 8 --explain       (what every "auto" and every default becomes)
-  launch check old.json --migrate new.json                 (the same configuration in today's keys)
+  launch check ds_config.json --num-gpus 8 --explain       (the values of all "auto" keys and defaults)
+  launch check old.json --migrate new.json                 (the same configuration with current keys)
 
-Ends with 0 when the file can be used as it is, else with 1. docs/config.md describes every key.
+Exits with 0 if the file can be used as it is, else with 1. docs/config.md describes every key.
 """
 
 
@@ -48,8 +48,10 @@ def check_parser() -> FlagParser:
     )
     parser.add_argument("config", metavar="DS.json", help="the file, or its text in base64")
     parser.add_argument("--num-gpus", type=positive, metavar="N", help="solve the batch equation for N ranks")
-    parser.add_argument("--explain", action="store_true", help='what every "auto" and every default becomes')
-    parser.add_argument("--migrate", metavar="OUT.json", help="write the configuration in today's keys")
+    parser.add_argument(
+        "--explain", action="store_true", help='show the values of all "auto" keys and defaults'
+    )
+    parser.add_argument("--migrate", metavar="OUT.json", help="write the configuration with current keys")
     return parser
 
 
@@ -119,7 +121,7 @@ def _show(console: Console, name: str, rows: list[KeyVerdict]) -> None:
     told = ", ".join(f"{many} {verdict}" for verdict, many in counts.items())
     number = sum(counts.values())
     keys = f"{number} key{'s' * (number != 1)}"
-    console.print(f"{name}: {keys}: {told or 'none written'}", markup=False)
+    console.print(f"{name}: {keys}: {told or 'none set'}", markup=False)
     width = max((len(f"{row.line}:{row.column}") for row in rows), default=0)
     for row in rows:
         if _is_plain(row):
@@ -143,10 +145,10 @@ def _explain(console: Console, examined: Examined, dp_degree: int | None) -> Non
     from launcher.config.verdicts import explain
 
     if examined.config is None:
-        console.print("\n--explain: first fix the refused keys")
+        console.print("\n--explain: fix the refused keys first")
         return
     entries = explain(examined.config, examined.document.tree, dp_degree)
-    for auto, title in ((True, '"auto" becomes'), (False, "left out, with the default")):
+    for auto, title in ((True, '"auto" resolves to'), (False, "not set, default used")):
         chosen = [entry for entry in entries if entry.auto is auto]
         if chosen:
             console.print(f"\n{title}:", markup=False)
@@ -161,16 +163,16 @@ def _migrate(console: Console, out: Path, examined: Examined) -> None:
     text = json.dumps(_whole_numbers(examined.document.tree), indent=2, ensure_ascii=False) + "\n"
     lost = _lost(examined, text)
     if lost:
-        console.print(f"\nnot written: {out}; first fix what would be lost: {', '.join(lost)}", markup=False)
+        console.print(f"\nnot written: {out}; fix what would be lost first: {', '.join(lost)}", markup=False)
         return
     write(out, text, "--migrate")
-    left = f"; {len(examined.problems)} problems are left to fix" if examined.problems else ""
+    left = f"; {len(examined.problems)} problems remain to be fixed" if examined.problems else ""
     changes = len(examined.document.conversions)
     console.print(f"\nwritten: {out}, {changes} change{'s' if changes != 1 else ''}{left}", markup=False)
     if lines := examined.document.comments:
         said = ", ".join(map(str, lines[:MOST_LINES])) + (", ..." if len(lines) > MOST_LINES else "")
         console.print(
-            f"comments are left out, because JSON has none: see line {said} of {examined.document.name}",
+            f"comments are dropped, because JSON has none: see line {said} of {examined.document.name}",
             markup=False,
         )
 
@@ -187,7 +189,7 @@ def _lost(examined: Examined, text: str) -> list[str]:
     unread = [problem.path for problem in document.problems]
     gone = [problem.path for problem in examined.problems if (problem.path, problem.what) not in refused]
     if not (unread or gone) and examined.config != again.config:
-        return ["the new text means something else"]
+        return ["the converted configuration would differ"]
     return list(dict.fromkeys(dotted(document.written(path)) for path in [*unread, *gone]))
 
 

@@ -17,26 +17,26 @@ FORMATS = ("universal", "deepspeed", "megatron", "hf", "fp32")
 OF_FORMAT = {"stage": "deepspeed", "ranks": "deepspeed", "dtype": "hf"}
 """Flag -> the only format that it applies to."""
 INSPECT = """\
-Shows what a directory of checkpoints holds: launcher's own, DeepSpeed's, Megatron-Core's, torchtitan's, or those of
-other programs of FSDP2. Nothing is changed, and no code of the files runs."""
+Shows the contents of a checkpoint directory written by launcher, DeepSpeed, Megatron-Core, torchtitan or another FSDP2
+program. Nothing is changed, and no code in the files is executed."""
 EXPORT = """\
-Writes a checkpoint in another format. The source may be launcher's own, DeepSpeed's, or one that a program of FSDP2
-wrote with torch.distributed.checkpoint. With --model it may be Megatron-Core's or torchtitan's, too.
+Converts a checkpoint to another format. The source may be a checkpoint of launcher, of DeepSpeed, or of an FSDP2
+program that uses torch.distributed.checkpoint. With --model, it may also be one of Megatron-Core or torchtitan.
 
 formats:
   universal   DeepSpeed's universal layout. DeepSpeed resumes from it at ZeRO stages 1 to 3 on any number of ranks,
-              where its JSON has "checkpoint": {"load_universal": true}.
+              if its JSON has "checkpoint": {"load_universal": true}.
   deepspeed   The files that DeepSpeed writes at --stage S on --ranks N. DeepSpeed resumes from them at that stage on
               N ranks; zero_to_fp32.py and ds_to_universal read them.
-  megatron    Megatron-Core's torch_dist format, with the state of the optimizer. Megatron-LM resumes from it with any
+  megatron    Megatron-Core's torch_dist format, with the optimizer state. Megatron-LM resumes from it with any
               tensor and pipeline parallelism. Needs --model.
   hf          A model that from_pretrained reads: safetensors in --dtype, with the config.json and the tokenizer of
-              --model, which is the one that was trained.
-  fp32        The weights alone, as safetensors in fp32. With the model's config.json beside them from_pretrained reads
-              them."""
+              --model, the model that was trained.
+  fp32        Only the weights, as safetensors in fp32. from_pretrained reads them if the model's config.json is in
+              the same directory."""
 IMPORT = """\
-Writes a checkpoint of another program as one of launcher's. A checkpoint of Megatron-Core or torchtitan must be
-imported before it is used, with --model. Those of DeepSpeed and of other programs of FSDP2 need no import:
+Converts another program's checkpoint to launcher's format. A checkpoint of Megatron-Core or torchtitan must be
+imported before it is used, with --model. Those of DeepSpeed and of other FSDP2 programs need no import:
 `load_checkpoint` and --resume read them."""
 
 
@@ -63,7 +63,7 @@ def export_parser() -> FlagParser:
     parser.add_argument(
         "out", type=named, metavar="OUT", help="a directory to write into; nothing in it is replaced"
     )
-    parser.add_argument("--format", choices=FORMATS, required=True, help="what to write")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="output format")
     parser.add_argument(
         "--stage", type=int, choices=range(4), help="the ZeRO stage of --format deepspeed (default: 1)"
     )
@@ -71,7 +71,7 @@ def export_parser() -> FlagParser:
         "--ranks",
         type=positive,
         metavar="N",
-        help="how many ranks will resume from --format deepspeed (default: 1)",
+        help="number of ranks that will resume from --format deepspeed (default: 1)",
     )
     _model(parser, "that was trained, for --format hf and megatron")
     parser.add_argument(
@@ -91,7 +91,7 @@ def import_parser() -> FlagParser:
     )
     _source(parser)
     parser.add_argument(
-        "out", type=named, metavar="OUT", help="a directory to write into; it may have checkpoints"
+        "out", type=named, metavar="OUT", help="a directory to write into; it may already contain checkpoints"
     )
     _model(parser, "that was trained; only for a checkpoint of Megatron-Core or torchtitan")
     return parser
@@ -141,16 +141,18 @@ def _check_flags(flags: Any) -> None:
     for name, of in OF_FORMAT.items():
         if getattr(flags, name) is not None and flags.format != of:
             raise ConfigError(
-                f"--{name} belongs to --format {of}, and this is --format {flags.format}",
+                f"--{name} applies only to --format {of}, not to --format {flags.format}",
                 fix=f"leave it out, or write --format {of}",
             )
     if flags.format in ("hf", "megatron") and flags.model is None:
         lacks = (
-            "config.json and no tokenizer" if flags.format == "hf" else "config.json, which says its heads"
+            "config.json and no tokenizer"
+            if flags.format == "hf"
+            else "config.json, which gives the number of heads"
         )
         raise ConfigError(
             f"--format {flags.format} needs --model: a checkpoint has no {lacks}",
-            fix="name the directory of the model that was trained; --format fp32 writes the weights alone",
+            fix="name the directory of the model that was trained; --format fp32 writes only the weights",
         )
 
 
@@ -166,7 +168,7 @@ def _export_weights(flags: Any) -> None:
     else:
         directory, tag = _chosen(flags)
         if (path := _of_torchtitan(directory, tag)) is not None:
-            _needed_model(flags, path, "torchtitan's")
+            _needed_model(flags, path, "torchtitan")
         convert_zero_checkpoint_to_fp32_state_dict(directory, flags.out, safe_serialization=True, tag=tag)
     print(f"wrote the weights of {flags.directory} into {flags.out}, in fp32")
 
@@ -179,7 +181,7 @@ def _export_model(flags: Any) -> None:
     dtype = write_model(stored, flags.model, Path(flags.out), DTYPES.get(flags.dtype))
     print(f"wrote {flags.out}, in {str(dtype).removeprefix('torch.')}: from_pretrained reads it")
     if not any(Path(flags.out).glob("tokenizer*")):
-        print(f"there is no tokenizer beside it: --model {flags.model} has none")
+        print(f"no tokenizer was written: --model {flags.model} has none")
 
 
 def _export_to_megatron(flags: Any) -> None:
@@ -215,16 +217,16 @@ def _not_written(stored: SourceCheckpoint, *, universal: bool) -> list[str]:
     counts = [{stored.steps.get(name, 0.0) for name in names} for names in stored.groups]
     if not universal and any(len(of_group) > 1 for of_group in counts):
         lines.append(
-            "changed: parameters of one param group have made different numbers of steps, or none; DeepSpeed has one "
-            "count a group, and gets the largest"
+            "changed: parameters of one param group have different step counts; DeepSpeed has one count per group, and "
+            "gets the largest"
         )
     kinds = {
         "/".join(name.split("/")[: 1 + name.startswith(("scalar/", "number/"))]) for name in stored.entries
     }
     if any(kind.startswith("rng") for kind in kinds):
-        lines.append("not written: the states of random generators, of which DeepSpeed saves none")
+        lines.append("not written: the random number generator states, which DeepSpeed does not save")
     if left := sorted(kind for kind in kinds - {"scalar/step"} if kind.startswith(("scalar/", "number/"))):
-        lines.append(f"not written: {', '.join(left)}, for which DeepSpeed's files have no place")
+        lines.append(f"not written: {', '.join(left)}, which DeepSpeed's format cannot store")
     return lines
 
 
@@ -256,13 +258,13 @@ def _opened(flags: Any) -> SourceCheckpoint:
         if (path := _of_torchtitan(directory, tag)) is not None:
             from launcher.checkpoint.torchtitan import under_names_of
 
-            model = _needed_model(flags, path, "torchtitan's")
+            model = _needed_model(flags, path, "torchtitan")
             return under_names_of(SourceCheckpoint.open(directory, tag), model)
         _check_model_is_needed(flags)
         return SourceCheckpoint.open(directory, tag)
     from launcher.checkpoint.megatron.reader import open_megatron
 
-    return open_megatron(found, _needed_model(flags, found, "Megatron-Core's"))
+    return open_megatron(found, _needed_model(flags, found, "Megatron-Core"))
 
 
 def _of_torchtitan(directory: Path, tag: str | None) -> Path | None:
@@ -274,11 +276,11 @@ def _of_torchtitan(directory: Path, tag: str | None) -> Path | None:
     return path if path is not None and is_torchtitan(path) else None
 
 
-def _needed_model(flags: Any, directory: Path, whose: str) -> str:
+def _needed_model(flags: Any, directory: Path, kind: str) -> str:
     if flags.model is None:
         raise ConfigError(
-            f"{directory} is {whose}, and needs --model: the names of its parameters are others",
-            fix="name the model that was trained: a directory with its config.json, or its name on the Hub",
+            f"{directory} is a {kind} checkpoint and needs --model to map its parameter names",
+            fix="pass the model that was trained: a directory with its config.json, or its name on the Hub",
         )
     return str(flags.model)
 
@@ -286,8 +288,8 @@ def _needed_model(flags: Any, directory: Path, whose: str) -> str:
 def _check_model_is_needed(flags: Any) -> None:
     if flags.model is not None and getattr(flags, "format", None) not in ("hf", "megatron"):
         raise ConfigError(
-            "--model belongs to --format hf and megatron, and to checkpoints of Megatron-Core and torchtitan; "
-            f"{flags.directory} is none",
+            "--model applies only to --format hf and megatron, and to checkpoints of Megatron-Core and torchtitan; "
+            f"{flags.directory} is not one of these",
             fix="leave it out",
         )
 
@@ -301,7 +303,7 @@ def _chosen(flags: Any) -> tuple[Path, str | None]:
 
     given = Path(flags.directory)
     if not given.is_dir():
-        what = "is not a directory" if given.exists() else "is not there"
+        what = "is not a directory" if given.exists() else "does not exist"
         raise ConfigError(
             f"{shortened(str(given))} {what}", fix="name the directory that the run saved its checkpoints in"
         )
@@ -313,7 +315,7 @@ def _chosen(flags: Any) -> tuple[Path, str | None]:
     below = [*given.glob("*/latest"), *given.glob("*/meta.json")]
     if not has_latest(given) and not below and any(given.glob("*.safetensors")):
         raise ConfigError(
-            f"{given} has the weights of a model, and is no checkpoint",
+            f"{given} contains model weights, not a checkpoint",
             fix=f"start from it with --model {given}",
         )
     return given, flags.tag

@@ -96,7 +96,9 @@ def add_model_and_ranks(parser: FlagParser, *, ranks_needed: bool = False) -> No
     ranks.add_argument(
         "--num-gpus", type=positive, metavar="N", help=f"number of ranks on all nodes{default}"
     )
-    ranks.add_argument("-H", "--hostfile", metavar="PATH", help="use one rank for each slot of its hosts")
+    ranks.add_argument(
+        "-H", "--hostfile", metavar="PATH", help="use one rank for each slot of the hosts in this file"
+    )
 
 
 def slots_of(hostfile: str) -> list[int]:
@@ -146,7 +148,7 @@ def add_expert_load(parser: argparse.ArgumentParser) -> None:
         type=_load,
         default=1.0,
         metavar="X",
-        help="tokens that the experts of the busiest rank get, compared with an even share: expert_rank_load in "
+        help="tokens routed to the experts of the most loaded rank, relative to an even share: expert_rank_load in "
         "metrics.jsonl (default: 1)",
     )
 
@@ -157,12 +159,12 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
         "--lora",
         type=positive,
         metavar="R",
-        help="only LoRA adapters of rank R are trained, as PEFT makes them",
+        help="train only LoRA adapters of rank R, as created by PEFT",
     )
     parser.add_argument(
         "--lora-targets",
         metavar="NAMES",
-        help="the layers that get one, separated by commas (default: all-linear)",
+        help="comma-separated layers to adapt (default: all-linear)",
     )
 
 
@@ -173,20 +175,25 @@ def check_adapter_flags(flags: argparse.Namespace) -> None:
         ConfigError: --lora-targets is given and --lora is not.
     """
     if flags.lora_targets and not flags.lora:
-        fix = "give the rank of the adapters, too: --lora 16"
-        raise ConfigError("layers are named, and no adapters are asked for", where="--lora-targets", fix=fix)
+        fix = "pass the rank of the adapters, too: --lora 16"
+        raise ConfigError("--lora-targets requires --lora", where="--lora-targets", fix=fix)
 
 
 def add_bill(parser: argparse.ArgumentParser) -> None:
     """Add --tokens, --price and --watts."""
     add = parser.add_argument
-    add("--tokens", type=_many, metavar="N", help="tokens of the whole run (15T, 300B): say what it takes")
-    add("--price", type=_above_zero, metavar="X", help="price of an hour of one GPU, for the run's cost")
+    add(
+        "--tokens",
+        type=_many,
+        metavar="N",
+        help="tokens of the whole run (15T, 300B), to predict its duration",
+    )
+    add("--price", type=_above_zero, metavar="X", help="price per GPU hour, to predict the run's cost")
     add(
         "--watts",
         type=_above_zero,
         metavar="W",
-        help="draw of one GPU with its share of the node, for energy",
+        help="power draw of one GPU and its share of the node, to predict the run's energy",
     )
 
 
@@ -209,7 +216,7 @@ def add_reserve(parser: argparse.ArgumentParser) -> None:
         type=_share,
         default=RESERVE,
         metavar="SHARE",
-        help=f"share of the device to leave free for fragmentation and workspaces (default: {RESERVE})",
+        help=f"fraction of the device's memory to leave free for fragmentation and workspaces (default: {RESERVE})",
     )
 
 
@@ -251,7 +258,9 @@ def number(text: str) -> float:
 def _load(text: str) -> float:
     found = number(text)
     if found < 1:
-        raise argparse.ArgumentTypeError("the busiest rank has at least an even share: a number from 1")
+        raise argparse.ArgumentTypeError(
+            "needs a number of at least 1: the most loaded rank has at least an even share"
+        )
     return found
 
 
@@ -270,7 +279,7 @@ def _many(text: str) -> float:
 def _share(text: str) -> float:
     found = number(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 <= found < 1:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no share: write 0.06 or 6%")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a fraction: write 0.06 or 6%")
     return found
 
 

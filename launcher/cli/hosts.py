@@ -93,5 +93,5 @@ def _lines(node: Node) -> list[str]:
     facts |= {"addresses": ", ".join(node.facts["addresses"]), "mask": node.facts["mask"] or "none"}
     rows = [(name, facts[name]) for name in ROWS]
     rows += [(name, facts["versions"][name] or "not installed") for name in PACKAGES]
-    rows += [("clock", f"{facts['clock'] - facts['arrived']:+.1f} s against this machine")]
+    rows += [("clock", f"{facts['clock'] - facts['arrived']:+.1f} s relative to this machine")]
     return [node.name, *(f"  {name:<12}  {value}" for name, value in rows)]

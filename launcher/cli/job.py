@@ -245,10 +245,10 @@ def _nodes_of_ray(flags: argparse.Namespace, device: str | None) -> RayNodes:
     for name in ("hostfile", "include", "exclude", "no_ssh", "launcher_args", "ssh_port"):
         if getattr(flags, name):
             raise ConfigError(
-                f"--{name} has no meaning with --launcher ray, which chooses and reaches the nodes by itself",
-                fix=f"leave --{name} out; --num_nodes and --num_gpus say how many Ray is asked for",
+                f"--{name} cannot be used with --launcher ray, which selects and reaches the nodes itself",
+                fix=f"leave --{name} out; --num_nodes and --num_gpus set how many are requested from Ray",
             )
     slots = flags.num_gpus if isinstance(flags.num_gpus, int) else None
     nodes = ask_ray(flags.address, flags.num_nodes, slots, device, reserve=not flags.dry_run)
-    logger.info("Ray has given %s", ", ".join(f"{host.name} ({len(host.slots)})" for host in nodes.hosts))
+    logger.info("Ray allocated %s", ", ".join(f"{host.name} ({len(host.slots)})" for host in nodes.hosts))
     return nodes

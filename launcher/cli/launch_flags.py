@@ -19,13 +19,17 @@ NOT_THERE_YET = {
     "save_pid": None,
 }
 
-_RANKS = "--num_gpus N: the number of ranks on each machine"
-_NODES = "--num_nodes N with --hostfile HOSTS, or --no_ssh --node_rank R --master_addr NODE0 on each machine"
-_ENGINE = "nothing: `launch` always gives scripts this engine; --no_deepspeed_shim is for the real DeepSpeed"
+_RANKS = "write --num_gpus N: the number of ranks on each machine"
+_NODES = (
+    "write --num_nodes N with --hostfile HOSTS, or --no_ssh --node_rank R --master_addr NODE0 on each machine"
+)
+_ENGINE = (
+    "leave it out: scripts always use this engine, unless --no_deepspeed_shim selects the real DeepSpeed"
+)
 PEERS = {
-    **dict.fromkeys(("nproc-per-node", "num-processes", "nproc", "ngpus"), f"write {_RANKS}"),
-    **dict.fromkeys(("num-machines", "nnodes"), f"write {_NODES}"),
-    **dict.fromkeys(("use-deepspeed", "deepspeed", "multi-gpu"), f"write {_ENGINE}"),
+    **dict.fromkeys(("nproc-per-node", "num-processes", "nproc", "ngpus"), _RANKS),
+    **dict.fromkeys(("num-machines", "nnodes"), _NODES),
+    **dict.fromkeys(("use-deepspeed", "deepspeed", "multi-gpu"), _ENGINE),
     **dict.fromkeys(("config-file", "deepspeed-config-file", "ds-config"), "write --config DS.json"),
     **dict.fromkeys(("main-process-ip", "rdzv-endpoint"), "write --master_addr ADDR"),
     "main-process-port": "write --master_port PORT",
@@ -41,25 +45,25 @@ examples:
   launch --config ds_configs/zero2.json
   launch --config ds_configs/zero3.json --num_gpus 2 pretrain --max-steps 30 --output-dir runs/first
   launch --config ds_config.json finetune --model ./my-model --dataset chat.jsonl
-  launch check ds_config.json                               (what becomes of every key)
+  launch check ds_config.json                               (how every key is handled)
   launch schedule 1f1b --stages 4 --microbatches 8          (what each rank of a pipeline does)
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu 80GiB
-  launch top runs/mine                                      (what each rank of a run does now)
+  launch top runs/mine                                      (what each rank of a run is doing)
   launch inspect out                                        (what a checkpoint holds, DeepSpeed's too)
-  launch export out back --format universal                 (for going on in DeepSpeed)
+  launch export out back --format universal                 (to resume in DeepSpeed)
   launch bench io /local_nvme                               (how fast a directory is for offloading)
   launch --num_gpus 4 my_script.py --any --flags
   launch --config accelerate.yaml train.py                  (what `accelerate config` wrote)
-  launch shim run -- torchrun train.py                      (`import deepspeed` is this engine there, too)
+  launch shim run -- torchrun train.py                      (`import deepspeed` uses this engine there, too)
   launch --hostfile hosts --config ds_config.json pretrain  (on the hosts of a file, over ssh)
-  launch manifest --kind jobset --image me/train:1 ...      (the same for Kubernetes; see launch manifest --help)
+  launch manifest --kind jobset --image me/train:1 ...      (a Kubernetes manifest; see launch manifest --help)
   launch --hostfile hosts --sync . train.py                 (with the code of this directory)
   launch report --hostfile hosts                            (versions, memory, devices of every host)
   launch ssh --hostfile hosts nvidia-smi -L                 (a command on every host)
   launch --config ds_configs/zero2.json pretrain --help     (the recipe's flags)
 
 Flags before the recipe's name are the launcher's, flags after it are the recipe's.
-Dashes and underscores are the same: --num-gpus is --num_gpus.
+Dashes and underscores are interchangeable: --num-gpus is --num_gpus.
 """
 
 
@@ -99,7 +103,7 @@ def launch_parser() -> FlagParser:
         help="number of ranks (default: one per GPU, or one on a machine without GPUs; works on CPU too)",
     )
     run.add_argument(
-        "--oversubscribe", action="store_true", help="start more than 8 ranks for each core of a machine"
+        "--oversubscribe", action="store_true", help="allow more than 8 ranks for each core of a machine"
     )
     run.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto")
     run.add_argument(
@@ -129,7 +133,7 @@ def _add_host_flags(parser: FlagParser) -> None:
     hosts.add_argument(
         "-i", "--include", metavar="SPEC", help="use only these hosts and slots: node1@node2:0,2-3"
     )
-    hosts.add_argument("-e", "--exclude", metavar="SPEC", help="use all hosts and slots but these")
+    hosts.add_argument("-e", "--exclude", metavar="SPEC", help="use all hosts and slots except these")
     hosts.add_argument("--num_nodes", type=_nodes, metavar="N", help="use the first N hosts")
     hosts.add_argument(
         "--launcher",
@@ -159,13 +163,15 @@ def _add_host_flags(parser: FlagParser) -> None:
     )
     hosts.add_argument("--force_multi", action="store_true", help="use the runner for this machine, too")
     hosts.add_argument(
-        "--no_ssh", action="store_true", help="you start this command on every node, with its own --node_rank"
+        "--no_ssh",
+        action="store_true",
+        help="you start this command yourself on every node, with a different --node_rank",
     )
     hosts.add_argument(
         "--token_file",
         metavar="PATH",
-        help="file whose first line is the token that all nodes of --no_ssh share (default: "
-        "LAUNCHER_TOKEN; node 0 makes one)",
+        help="file whose first line is the token that all nodes of a --no_ssh run share (default: "
+        "LAUNCHER_TOKEN; node 0 generates one)",
     )
     hosts.add_argument(
         "--insecure",
@@ -181,7 +187,7 @@ def _add_host_flags(parser: FlagParser) -> None:
         type=_seconds,
         default=12.0,
         metavar="S",
-        help="seconds of silence after which a node counts as lost and ends its own ranks (default: 12)",
+        help="seconds without contact after which a node is considered lost and stops its own ranks (default: 12)",
     )
     hosts.add_argument(
         "--sync",
@@ -202,14 +208,14 @@ def _add_host_flags(parser: FlagParser) -> None:
         "--min_elastic_nodes",
         type=positive,
         metavar="N",
-        help="restart with as few as N hosts when others do not come back (default: --max_nodes)",
+        help="restart with as few as N hosts if the rest do not come back (default: --max_nodes)",
     )
     ending.add_argument(
         "--max_nodes",
         "--max_elastic_nodes",
         type=positive,
         metavar="N",
-        help="use the first N available hosts, and keep the others in reserve (default: all)",
+        help="use the first N available hosts, and keep the rest in reserve (default: all)",
     )
     ending.add_argument(
         "--elastic_training",
@@ -221,14 +227,14 @@ def _add_host_flags(parser: FlagParser) -> None:
         type=_seconds_or_never,
         default=0.0,
         metavar="S",
-        help="on SIGTERM, as from a scheduler, give recipes S seconds to save a checkpoint (default: 0: end at once)",
+        help="on SIGTERM, as from a scheduler, give recipes S seconds to save a checkpoint (default: 0, stop at once)",
     )
     ending.add_argument(
         "--checkpoint_exit_code",
         type=_exit_code,
         default=128 + signal.SIGTERM,
         metavar="N",
-        help="exit code where all ranks end well within --term_grace, so that a scheduler starts the run again: "
+        help="exit code if all ranks exit cleanly within --term_grace, so that a scheduler restarts the run: "
         "Slurm's RequeueExit, HTCondor's checkpoint_exit_code (default: 143)",
     )
     ending.add_argument(
@@ -236,14 +242,14 @@ def _add_host_flags(parser: FlagParser) -> None:
         type=_seconds_or_never,
         default=600.0,
         metavar="S",
-        help="end a run in which no rank starts a collective for S seconds; 0: never (default: 600)",
+        help="stop a run in which no rank starts a collective for S seconds; 0: never (default: 600)",
     )
     ending.add_argument(
         "--on_straggler",
         choices=("warn", "restart-without"),
         default="warn",
-        help="when a rank is slower than the others: name it (warn), or after 40 steps restart without its host, if "
-        "--max_nodes keeps another one in reserve or --min_nodes allows fewer (default: warn)",
+        help="if a rank is slower than the others: report it (warn), or after 40 steps restart without its host, if "
+        "--max_nodes keeps another host in reserve or --min_nodes allows fewer (default: warn)",
     )
     ending.add_argument(
         "--max_restarts", type=whole, metavar="N", help="restart a failed run up to N times (default: 0)"
@@ -337,7 +343,7 @@ def refuse_unsupported(flags: argparse.Namespace) -> None:
         if getattr(flags, name):
             raise ConfigError(f"--{name} is not implemented yet", fix="leave it out")
     if flags.no_python and flags.module:
-        raise ConfigError("--module and --no_python exclude each other")
+        raise ConfigError("--module and --no_python are mutually exclusive")
 
 
 def _nodes(text: str) -> int:

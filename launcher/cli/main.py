@@ -140,9 +140,9 @@ def _launch(argv: list[str]) -> int:
 
         try:
             if (page := write_report(front_end.status.file)) is not None:
-                logger.info("a page of this run: %s", page)
+                logger.info("report of this run: %s", page)
         except (ConfigError, OSError) as error:
-            logger.warning("the page of this run was not written: %s", error)
+            logger.warning("the report of this run could not be written: %s", error)
     if outcome.saved:  # stopped on request: not an error
         print(printable(masked(f"launch: {outcome.message}")), file=sys.stderr)
     elif outcome.message:
@@ -163,7 +163,7 @@ def _check_trackers(config: Config) -> None:
     if missing:
         packages = " ".join(PACKAGES[section][1] for section in missing)
         raise ConfigError(
-            f"packages of trackers are not installed: {packages}",
+            f"tracker packages are not installed: {packages}",
             where=", ".join(f"{section}.enabled" for section in missing),
             fix=f"pip install {packages}, or set enabled to false",
         )
@@ -195,7 +195,7 @@ def _checked_config(path: str | None, *, needed: bool) -> Config | None:
     config = load(path)
     if needed and config.zero_optimization.stage == "auto":
         raise ConfigError(
-            'zero_optimization.stage is "auto", and recipes have no value for it',
+            'zero_optimization.stage is "auto", but recipes cannot choose a stage',
             where=config.where("zero_optimization.stage"),
             fix='write "stage": 0, 1, 2 or 3',
         )

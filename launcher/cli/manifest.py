@@ -75,7 +75,7 @@ def manifest_parser() -> FlagParser:
         "--token_secret",
         type=_object,
         metavar="NAME",
-        help="a Secret whose key `token` is the token of all nodes (LAUNCHER_TOKEN)",
+        help="a Secret whose key `token` holds the token of all nodes (LAUNCHER_TOKEN)",
     )
     own.add_argument(
         "--secret",
@@ -83,7 +83,7 @@ def manifest_parser() -> FlagParser:
         action="append",
         default=[],
         metavar="NAME=SECRET[:KEY]",
-        help="an environment variable of the ranks with a value from a Secret (KEY: default NAME)",
+        help="set an environment variable of the ranks from a Secret (KEY: default NAME)",
     )
     return parser
 
@@ -97,7 +97,7 @@ def print_manifest(argv: Sequence[str]) -> int:
     """Run `launch manifest`; returns 0.
 
     Raises:
-        ConfigError: a flag is missing, wrong, or has no meaning in a manifest.
+        ConfigError: a flag is missing, wrong, or not supported in a manifest.
     """
     parser = manifest_parser()
     own, recipe = split_argv(parser, argv)
@@ -117,13 +117,13 @@ def pods_of(flags: argparse.Namespace, own: Sequence[str], recipe: Sequence[str]
     """
     for name in NOT_HERE:
         if getattr(flags, name):
-            raise ConfigError(f"--{name} has no meaning in a manifest", fix="leave it out")
-    for name, meaning in (("num_nodes", "pods"), ("num_gpus", "ranks of a pod")):
+            raise ConfigError(f"--{name} is not supported in a manifest", fix="leave it out")
+    for name, meaning in (("num_nodes", "pods"), ("num_gpus", "ranks per pod")):
         if getattr(flags, name) is None:
             raise ConfigError(f"--{name} is missing: the number of {meaning}")
     if flags.num_nodes > 1 and not (flags.token_secret or flags.token_file or flags.insecure):
         raise ConfigError(
-            "--token_secret is missing: pods accept only those that know its token",
+            "--token_secret is missing: pods accept only connections that present its token",
             fix='kubectl create secret generic launch-token --from-literal=token="$(openssl rand -hex 16)", then '
             "--token_secret launch-token",
         )
@@ -183,7 +183,7 @@ def _check_recipe(flags: argparse.Namespace, recipe: Sequence[str]) -> None:
         raise ConfigError("--config is missing", fix="add --config DS.json")
     if value_of(arguments, "--output-dir") is None:
         raise ConfigError(
-            "--output-dir is missing: a pod's own directories disappear with it",
+            "--output-dir is missing: a pod's local directories are deleted with it",
             fix=f"name one on a volume that all pods mount: --volume CLAIM:/data ... {name} --output-dir /data/run",
         )
 
@@ -217,7 +217,7 @@ def _config_text(source: str | None) -> str | None:
 def _name(text: str) -> str:
     if not _NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"needs up to 40 small letters, digits and dashes, a letter first, not {shown(text)}"
+            f"needs up to 40 lowercase letters, digits and dashes, starting with a letter, not {shown(text)}"
         )
     return text
 
@@ -231,7 +231,7 @@ def _image(text: str) -> str:
 def _object(text: str) -> str:
     if not _OBJECT.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"needs the name of an object: small letters, digits, dashes and dots, not {shown(masked(text))}"
+            f"needs the name of an object: lowercase letters, digits, dashes and dots, not {shown(masked(text))}"
         )
     return text
 

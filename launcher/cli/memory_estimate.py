@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from launcher.estimate.estimator import Estimator
 
 DESCRIPTION = """\
-Estimates what a run needs on each rank at the peak of a step: parameters, gradients, optimizer, buffers, activations,
-on the device, in host memory and on NVMe. Needs no GPU, no weights and little memory."""
+Estimates the memory that each rank of a run needs at the peak of a step: parameters, gradients, optimizer, buffers and
+activations, on the device, in host memory and on NVMe. Needs no GPU, no weights and little memory."""
 EPILOG = """\
 examples:
   launch memory-estimate --config ds_configs/zero3.json --model meta-llama/Llama-3.1-8B --num-gpus 8 --gpu 80GiB
@@ -38,9 +38,9 @@ examples:
   launch memory-estimate --model ./my-model --num-gpus 8 --gpu h100
 
 --model: a Hugging Face id, a directory, or a config.json.
-The estimate is made from a trace of one block of each kind. --dry-run lets the real engine take three steps as one
-rank of the run, with tensors that have no memory: slower, but exact.
-If a run does not fit --gpu, the output says what to change, the cheapest change first, and the exit code is 1.
+The estimate is made from a trace of one block of each kind. --dry-run runs three steps of the real engine as
+one rank of the run, with fake tensors that have no memory: slower, but exact.
+If a run does not fit --gpu, the output lists what to change, the cheapest change first, and the exit code is 1.
 """
 EXIT_DOES_NOT_FIT = 1
 RANKS_OF_NODE = 8
@@ -70,10 +70,10 @@ def estimate_parser() -> FlagParser:
     add(
         "--longest",
         action="store_true",
-        help="find the longest sequence that fits --gpu, and what makes it longer",
+        help="find the longest sequence that fits --gpu, and the keys that allow longer ones",
     )
     add("--plot", metavar="FILE", help="draw the memory of the ranks as PNG or SVG")
-    add("--dry-run", action="store_true", help="run the real engine with tensors that have no memory")
+    add("--dry-run", action="store_true", help="run the real engine with fake tensors")
     add("--json", action="store_true", help="print a JSON object")
     return parser
 
@@ -94,11 +94,13 @@ def memory_estimate(argv: Sequence[str]) -> int:
     device = None if budget is None else budget.usable(degrees)
     if flags.rank is not None and not 0 <= flags.rank < world:
         raise ConfigError(
-            f"there is no rank {flags.rank} among {world}", where="--rank", fix="ranks start at 0"
+            f"--rank {flags.rank} is out of range: the number of ranks is {world}",
+            where="--rank",
+            fix="ranks start at 0",
         )
     if flags.longest and device is None:
         raise ConfigError(
-            "the longest sequence depends on the memory", where="--longest", fix="pass --gpu, too"
+            "--longest requires --gpu", where="--longest", fix="pass the GPU type or its memory: --gpu 80GiB"
         )
     _check_load(flags.expert_load, config)
     from launcher.cli import memory_tables
@@ -160,9 +162,8 @@ def memory_estimate(argv: Sequence[str]) -> int:
         print(json.dumps(told, indent=2))
     else:
         if not flags.config:
-            print(
-                f"no --config: this one is the fastest that fits, by `launch plan`:\n{json.dumps(written, indent=2)}"
-            )
+            print("no --config: this is the fastest configuration that fits, as predicted by `launch plan`:")
+            print(json.dumps(written, indent=2))
         memory_tables.show(found, estimator.parameters, estimator.trained, sequence)
         memory_tables.attention(used)
         print(f"host memory: {node.in_words()}")
@@ -190,7 +191,7 @@ def _check_load(load: float, config: Config) -> None:
     size = config.expert_parallel.degree
     if load <= size:
         return
-    what, fix = "no ranks share experts", "leave it out, or write expert_parallel in the JSON"
+    what, fix = "expert parallelism is off", "leave it out, or set expert_parallel in the JSON"
     if size > 1:
         what, fix = (
             f"{load:g} times an even share is more than all tokens",
@@ -218,7 +219,7 @@ def _proposed(flags: argparse.Namespace, world: int) -> dict[str, Any]:
         ConfigError: --gpu is not a GPU type, or no layout fits.
     """
     if not _is_type(flags.gpu):
-        fix = "name the run's JSON; or a device, --gpu h100, and one is proposed for it"
+        fix = "pass the run's JSON, or a GPU type such as --gpu h100 to have one proposed"
         raise ConfigError("missing --config", where="launch memory-estimate", fix=fix)
     from launcher.cli.plan import default_batch, search, trained_work
     from launcher.engine.dtypes import DTYPES
@@ -238,7 +239,7 @@ def _proposed(flags: argparse.Namespace, world: int) -> dict[str, Any]:
         return as_json(found[0].layout)
     room = place.budget.in_words()
     raise ConfigError(
-        f"no layout of {world} x {kind.title} fits, where tensors can take {room}",
+        f"no layout fits on {world} x {kind.title}; memory available to tensors: {room}",
         where="--gpu",
         fix="try more devices (--num-gpus) or a shorter --seq-length",
     )

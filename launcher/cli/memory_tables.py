@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from launcher.estimate.variants import Variant
 
 ATTENTION = {
-    "flash": "the flash kernel, which keeps no scores",
-    "efficient": "the memory-efficient kernel, which keeps no scores",
-    "math": "plain operations, which keep the scores of all pairs of tokens",
-    "cpu": "as torch computes it on a CPU",
+    "flash": "the flash kernel, which stores no attention scores",
+    "efficient": "the memory-efficient kernel, which stores no attention scores",
+    "math": "the math kernel, which stores the attention scores of all token pairs",
+    "cpu": "torch's CPU kernel",
 }
 COMPONENTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
@@ -30,7 +30,7 @@ def show(found: Sequence[Estimate], parameters: int, trained: int, sequence: int
 
     console = new_console()
     for one in found:
-        some = "" if trained == parameters else f", of which {trained / 1e9:.2g} B are trained"
+        some = "" if trained == parameters else f", {trained / 1e9:.2g} B trained"
         size = f"{parameters / 1e9:.3g} B parameters{some}"
         title = f"rank {one.rank} of {one.world}, {size}, sequences of {sequence:,} tokens"
         table = Table(title=title, title_justify="left")
@@ -121,7 +121,7 @@ def longest(rows: Iterable[LongestSequence], device: int, world: int) -> None:
     where = f"each of {world} ranks" if world > 1 else "one rank"
     console.print(f"longest sequence in {in_words(device)} on {where}, at a microbatch's peak:", markup=False)
     for row in rows:
-        what = f"+ {row.change}" if row.change else "as the JSON is"
+        what = f"+ {row.change}" if row.change else "as configured"
         if row.refused:
             found = f"not possible: {row.refused}"
         elif not row.tokens:
@@ -136,7 +136,7 @@ def advise(found: tuple[list[str], Variant] | None) -> None:
     console = new_console()
     if found is None:
         console.print(
-            "none of these makes it fit: smaller microbatches, recomputation, a higher stage, offload of "
+            "none of these changes makes it fit: smaller microbatches, recomputation, a higher stage, offload of "
             "everything. Use more ranks, tensor_parallel or pipeline",
             markup=False,
         )

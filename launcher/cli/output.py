@@ -36,7 +36,7 @@ def config_of(given: str) -> str:
 def must_be_new(path: str | Path, flag: str) -> None:
     """Raise `ConfigError` if the file already exists; called before long work."""
     if Path(path).exists():
-        raise ConfigError(f"{path} is already there", where=flag, fix="name a new file")
+        raise ConfigError(f"{path} already exists", where=flag, fix="choose a new file")
 
 
 def write(path: str | Path, text: str, flag: str, *, over: bool = False) -> None:
@@ -51,4 +51,6 @@ def write(path: str | Path, text: str, flag: str, *, over: bool = False) -> None
         with Path(path).open("w" if over else "x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", where=flag, fix="name another") from None
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", where=flag, fix="choose another file"
+        ) from None

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from launcher.plan.work import ModelWork
 
 DESCRIPTION = """\
-Tries all layouts of a run (tensor and pipeline degrees, ranks that share sequences or experts, ZeRO stage, microbatch,
-schedule, checkpointing, offload), drops those that do not fit, predicts the step time of the others, and explains the
-choice of the best one. Needs no GPU. Experimental: step times are predictions on paper, compared with published runs of
-other programs but with no run of this launcher on GPUs. Measure the best few before a long run."""
+Tries all layouts of a run (tensor-, pipeline-, context- and expert-parallel degrees, ZeRO stage, microbatch, schedule,
+checkpointing, offload), drops those that do not fit, predicts the step time of the rest, and explains why the best one
+was chosen. Needs no GPU. Experimental: step times are analytical predictions, compared with published runs of other
+programs but with no run of this launcher on GPUs. Measure the best few before a long run."""
 EPILOG = """\
 examples:
   launch plan --model meta-llama/Llama-3.1-8B --num-gpus 8 --gpu h100
@@ -96,7 +96,7 @@ def plan_parser() -> FlagParser:
     add("--write", metavar="DS.json", help="write the configuration of the best layout")
     add("--html", metavar="FILE", help="write a report with plots")
     add("--plot", metavar="FILE", help="plot time against memory (.svg, .png)")
-    add("--json", action="store_true", help="print one object for programs")
+    add("--json", action="store_true", help="print a JSON object")
     return parser
 
 
@@ -105,8 +105,8 @@ def plan(argv: Sequence[str]) -> int:
     flags = plan_parser().parse_args(argv)
     check_adapter_flags(flags)
     if flags.tokens is None and (flags.price or flags.watts):
-        fix = "say how many tokens the run has: --tokens 300B"
-        raise ConfigError("a price or watts are of a whole run", where="--price, --watts", fix=fix)
+        fix = "pass the number of tokens of the run: --tokens 300B"
+        raise ConfigError("--price and --watts require --tokens", where="--price, --watts", fix=fix)
     if flags.write:
         must_be_new(flags.write, "--write")
     from launcher.monitor.device_budget import budget_for
@@ -119,10 +119,10 @@ def plan(argv: Sequence[str]) -> int:
     from launcher.plan.choose import PlanSearch, reasons
     from launcher.plan.layout import as_json
 
-    model = load_config(flags.model)
-    sequence = flags.seq_length or min(4096, getattr(model, "max_position_embeddings", None) or 4096)
+    written = load_config(flags.model)
+    sequence = flags.seq_length or min(4096, getattr(written, "max_position_embeddings", None) or 4096)
     batch = flags.global_batch or default_batch(world, sequence)
-    model, work = trained_work(model, sequence, flags, DTYPES[flags.dtype])
+    model, work = trained_work(written, sequence, flags, DTYPES[flags.dtype])
     place = PlanSearch(kind, per_node, budget_for(kind, flags.reserve, flags.memory))
     choices, needs = search(model, work, place, world, batch, dtype=flags.dtype, top=flags.top)
     inputs = {
@@ -213,13 +213,13 @@ def _progress(number: int) -> Iterator[Callable[[int, Choice], None]]:
     from rich.console import Console
 
     best: list[Choice] = []
-    with Console(stderr=True).status(f"judging {number:,} layouts, the fastest first ...") as status:
+    with Console(stderr=True).status(f"evaluating {number:,} layouts, fastest first ...") as status:
 
         def tell(tried: int, choice: Choice) -> None:
             best.append(choice)
             first = min(best, key=lambda each: each.time.total)
             fastest = f"{first.time.total:.3g} s/step: {first.layout.in_words()}"
-            status.update(f"{tried:,} of {number:,} layouts judged; so far {fastest}")
+            status.update(f"{tried:,} of {number:,} layouts evaluated; best so far: {fastest}")
 
         yield tell
 
@@ -243,7 +243,7 @@ def _ranks(flags: argparse.Namespace, as_built: int) -> tuple[int, int]:
         raise ConfigError(
             f"hosts have between {min(slots)} and {max(slots)} slots, but a plan needs the same number on each",
             where=flags.hostfile,
-            fix="leave hosts out, or lower their slots",
+            fix="exclude hosts, or lower their slots",
         )
     return sum(slots), flags.gpus_per_node or slots[0]
 
@@ -270,12 +270,12 @@ def _show(inputs: dict[str, Any], place: PlanSearch, choices: Sequence[Choice], 
     reached = place.device.calibrated_on or "default fractions of the peaks"
     console.print(f"Predicted from the data sheet of {place.device.title} and {reached}.", markup=False)
     room = place.budget.in_words(choices[0].layout.degrees)
-    console.print(f"Tensors of the first can take {room}.", markup=False)
+    console.print(f"Memory available to tensors in the best layout: {room}.", markup=False)
     if inputs["in_one_piece"]:
-        left = "Pipeline stages and shared sequences are left out: the model has an auxiliary router loss"
+        left = "Pipeline and context parallelism are excluded: the model has an auxiliary router loss"
         console.print(f"{left} (output_router_logits in its config.json).", markup=False)
     if (bill := _bill(inputs, choices[0])) is not None:
-        console.print(f"{inputs['tokens']:,.0f} tokens take it {bill.in_words}.", markup=False)
+        console.print(f"Training on {inputs['tokens']:,.0f} tokens takes {bill.in_words}.", markup=False)
     console.print("\nVariations of the best layout:", markup=False)
     for line in why:
         console.print(f"  {line}", markup=False)
@@ -318,7 +318,7 @@ def _nothing(flags: argparse.Namespace, inputs: dict[str, Any], refused: Any) ->
         print(json.dumps({"inputs": inputs, "choices": [], "why": []}, indent=2))
         return EXIT_NOTHING_FITS
     print(
-        f"{_title(inputs)}: nothing fits; try more devices, a shorter --seq-length, or another --global-batch."
+        f"{_title(inputs)}: no layout fits; try more devices, a shorter --seq-length, or another --global-batch."
     )
     for line in sorted(set(refused))[:3]:
         print(f"  refused: {line}")

@@ -51,14 +51,14 @@ def training_parser(
         "--max-steps",
         type=positive,
         metavar="N",
-        help="optimizer steps in all, those of a resumed checkpoint included",
+        help="total optimizer steps, including those of a resumed checkpoint",
     )
     length.add_argument(
         "--epochs", type=_epochs, metavar="N", help="passes over the data, instead of --max-steps"
     )
     optimizer = parser.add_argument_group(
         "optimizer",
-        'values for keys that the JSON leaves out or sets to "auto"; a flag that contradicts the JSON is refused',
+        'values for keys that the JSON does not set or sets to "auto"; a flag that contradicts the JSON is refused',
     )
     optimizer.add_argument("--learning-rate", type=number, metavar="X", help="peak learning rate")
     optimizer.add_argument("--weight-decay", type=number, metavar="X", help="weight decay of the optimizer")
@@ -66,7 +66,7 @@ def training_parser(
         "--decay",
         choices=DECAYS,
         default="all",
-        help="which parameters decay: all, or matrices and not biases and norms, as in Megatron-LM "
+        help="parameters with weight decay: all, or only matrices (no biases and norms), as in Megatron-LM "
         "(default: all)",
     )
     optimizer.add_argument(
@@ -83,14 +83,14 @@ def training_parser(
         type=positive,
         default=3,
         metavar="N",
-        help="end the run after N steps in a row whose loss or gradient is not finite (default: 3)",
+        help="stop the run after N consecutive steps with a non-finite loss or gradient (default: 3)",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--output-dir", metavar="DIR", help="default: runs/<recipe>-<date>-<time>")
     output.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the checkpoints and the model of an earlier run in --output-dir",
+        help="overwrite the checkpoints and the model of an earlier run in --output-dir",
     )
     output.add_argument("--save-every", type=whole, metavar="N", help="checkpoint every N steps")
     output.add_argument("--eval-every", type=whole, metavar="N", help="evaluate every N steps")
@@ -100,13 +100,13 @@ def training_parser(
     output.add_argument(
         "--keep-batch",
         action=argparse.BooleanOptionalAction,
-        help="on another number of ranks, keep the checkpoint's global batch by changing the accumulation "
-        "(default: when it divides evenly and the JSON's batch keys are the same)",
+        help="on a different number of ranks, keep the checkpoint's global batch by changing gradient accumulation "
+        "(default: if it divides evenly and the JSON's batch keys are the same)",
     )
     output.add_argument(
         "--allow-model-changes",
         action="store_true",
-        help="resume from the checkpoint of a model with other settings (heads, rope, norms) or another tokenizer",
+        help="resume from the checkpoint of a model with different settings (heads, rope, norms) or tokenizer",
     )
     looking = parser.add_argument_group("profiling")
     looking.add_argument(

@@ -56,7 +56,7 @@ def find_config(given: str) -> tuple[str, str | None]:
     example = given.removeprefix("ds_configs/")
     if example in _config_names() and not os.path.lexists(given):
         path = str(shared_directory("ds_configs") / example)
-        return path, f"there is no {given} in this directory; using the example {path}"
+        return path, f"{given} does not exist in this directory; using the example {path}"
     return given, None
 
 
@@ -69,7 +69,7 @@ def check_name(name: str, kind: str) -> None:
     if not name or name.startswith("-") or len(name) > LONGEST_NAME or printable(name) != name:
         flag = {"module": "--module", "program": "--no_python"}.get(kind)
         raise ConfigError(
-            f"{shortened(name)!r} is not the name of a {kind}",
+            f"{shortened(name)!r} is not a valid {kind} name",
             where=flag,
             fix=f"write it in place of the script's name{f': {flag} NAME' if flag else ''}",
         )
@@ -91,13 +91,13 @@ def find_recipe(name: str) -> tuple[Path, bool]:
         path = Path(name).absolute()
         if len(name) > LONGEST_NAME or not os.path.isfile(path):  # `isfile` accepts any string
             where = shortened(str(path), 300)
-            raise ConfigError(f"there is no file {shortened(name, 300)}", where=where, fix=_known(path.stem))
+            raise ConfigError(f"file not found: {shortened(name, 300)}", where=where, fix=_known(path.stem))
         path = path.resolve()
         return path, path.parent == shared_directory("recipes").resolve() and _has_flags(path)
     if name in recipe_names():
         path = shared_directory("recipes") / f"{name}.py"
         return path, _has_flags(path)
-    raise ConfigError(f"there is no recipe {shortened(name)!r}", fix=_known(name))
+    raise ConfigError(f"unknown recipe {shortened(name)!r}", fix=_known(name))
 
 
 def _has_flags(path: Path) -> bool:

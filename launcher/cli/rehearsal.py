@@ -88,7 +88,7 @@ def _way(job: Job, host: Host) -> str:
     if job.is_here(host):
         return ""
     if job.flags.no_ssh:
-        return " (you start this command there, with its --node_rank)"
+        return " (you start this command there, with that node's --node_rank)"
     *words, _ = job.command(host)  # the last word is the agent's source code
     return f" (an agent there starts the ranks: {shlex.join(words)} ...)"
 

@@ -92,14 +92,12 @@ def _check(flags: argparse.Namespace, run: RunRequest, replicas: int) -> None:
     if not run.is_ours:
         problem = "replicas need a recipe: pretrain or finetune"
     elif flags.no_ssh or (flags.launcher or "ssh").lower() not in ("ssh", "pdsh"):
-        problem = "replicas start their ranks on this machine, or over ssh or pdsh"
+        problem = "replicas can start ranks only on this machine, or over ssh or pdsh"
     elif flags.min_nodes or flags.max_nodes or flags.elastic_training or flags.on_straggler != "warn":
-        problem = (
-            "a replica is started again on its own hosts: --min_nodes, --max_nodes, --elastic_training and "
-        )
-        problem += "--on_straggler say something else"
+        problem = "--min_nodes, --max_nodes, --elastic_training and --on_straggler cannot be combined with replicas, "
+        problem += "which restart on their own hosts"
     elif not flags.hostfile and not flags.num_gpus:
-        problem = "how many ranks are there in all? --num_gpus says it"
+        problem = "the total number of ranks is unknown; set --num_gpus"
     elif (ranks := _ranks(flags)) % replicas:
         problem = f"{ranks} ranks cannot be divided into {replicas} replicas"
     if problem is not None:

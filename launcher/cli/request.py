@@ -57,9 +57,8 @@ def hosts_of(flags: argparse.Namespace, runner: str) -> list[Host]:
             return [Host(name, ()) for name in asked.stdout.split()]
     if flags.launcher:
         raise ConfigError(
-            f"--launcher {flags.launcher} needs hosts",
-            fix="name them: --hostfile PATH"
-            + (", or start inside an allocation" if runner == "slurm" else ""),
+            f"--launcher {flags.launcher} requires a list of hosts",
+            fix="pass --hostfile PATH" + (", or start inside an allocation" if runner == "slurm" else ""),
         )
     return [Host(THIS_MACHINE, ())]
 
@@ -72,7 +71,7 @@ def joining_place(flags: argparse.Namespace) -> tuple[str, int]:
     """
     if flags.master_addr is None or flags.node_rank is None:
         raise ConfigError(
-            "--no_ssh needs --node_rank and --master_addr",
+            "--no_ssh requires --node_rank and --master_addr",
             fix="start the same command on every node: --no_ssh --node_rank R --master_addr ADDRESS_OF_NODE_0",
         )
     if flags.num_nodes is not None:
@@ -85,7 +84,7 @@ def check_node_rank(flags: argparse.Namespace, hosts: int) -> None:
     if flags.node_rank is not None and flags.node_rank >= hosts:
         raise ConfigError(
             f"--node_rank {flags.node_rank}: the number of hosts is {hosts}",
-            fix=f"number the nodes from 0 to {hosts - 1}, or write a larger --num_nodes",
+            fix=f"number the nodes from 0 to {hosts - 1}, or increase --num_nodes",
         )
 
 
@@ -122,18 +121,19 @@ def check_bounds(flags: argparse.Namespace, hosts: int) -> None:
         if bound is not None and bound > hosts:
             raise ConfigError(
                 f"{name} {bound}: the number of hosts is {hosts}",
-                fix="ask for fewer, or name more: --hostfile",
+                fix="request fewer hosts, or list more in --hostfile",
             )
     restarts, least = restarts_of(flags)
     if flags.on_straggler == "restart-without" and (
         not restarts or min(least or hosts, flags.max_nodes or hosts) >= hosts
     ):
         raise ConfigError(
-            "no host can be left: " + ("nothing is restarted" if not restarts else f"all {hosts} are needed"),
+            "no host can be excluded: "
+            + ("restarts are disabled" if not restarts else f"all {hosts} are needed"),
             where="--on_straggler restart-without",
             fix="add --max_restarts N"
             if not restarts
-            else "name more hosts, or fewer with --min_nodes or --max_nodes",
+            else "list more hosts, or lower --min_nodes or --max_nodes",
         )
     if flags.min_nodes is not None and flags.max_nodes is not None and flags.min_nodes > flags.max_nodes:
         raise ConfigError(

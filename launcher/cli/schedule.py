@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from launcher.pipeline.timeline.simulate import MicrobatchCosts, Timeline
 
 DESCRIPTION = """\
-Shows what each rank of a pipeline does and when, what part of the time it is idle (the bubble), and how many
+Shows what each rank of a pipeline does and when, what fraction of the time it is idle (the bubble), and how many
 activations it holds. Needs no GPU and no model."""
 EPILOG = """\
 schedules: gpipe, 1f1b, interleaved, zb-h1, zbv
-experimental: pipedream, 2bw (asynchronous: training is not equal to that of one process)
+experimental: pipedream, 2bw (asynchronous: not equivalent to training on one process)
 
 examples:
   launch schedule 1f1b --stages 4 --microbatches 8
   launch schedule interleaved --stages 4 --microbatches 8 --chunks 2 --out interleaved.svg
   launch schedule zbv --stages 4 --microbatches 8 --costs 1,1.2,0.8
   launch schedule 1f1b --stages 2 --microbatches 8 --costs 1,1,1/2,2,2    (the second stage takes twice as long)
-  launch schedule --trace run.json --out run.svg           (a run, under what its mean costs predict)
+  launch schedule --trace run.json --out run.svg           (a run, below the prediction from its mean costs)
 
 docs/schedules.md describes the schedules.
 """
@@ -56,7 +56,9 @@ def schedule_parser() -> FlagParser:
     parser.add_argument(
         "--transfer", type=_time, default=0.0, metavar="T", help="time of a transfer (default: 0)"
     )
-    parser.add_argument("--trace", metavar="RUN.json", help="measured step to draw below the predicted one")
+    parser.add_argument(
+        "--trace", metavar="RUN.json", help="trace of a measured step, drawn below the predicted one"
+    )
     parser.add_argument(
         "--out", metavar="FILE", help="write a picture (.svg), or a trace for Perfetto (.json)"
     )
@@ -116,7 +118,7 @@ def _costs(flags: argparse.Namespace, made: PipelineSchedule) -> MicrobatchCosts
     try:
         rows = [[_time(number) for number in row.split(",")] for row in text.split("/")]
         if any(len(row) != 3 for row in rows):
-            raise argparse.ArgumentTypeError("not three numbers")
+            raise argparse.ArgumentTypeError("needs three numbers per row")
         if len(rows) not in (1, made.virtual_stages):
             raise argparse.ArgumentTypeError(f"{len(rows)} rows for {made.virtual_stages} virtual stages")
     except argparse.ArgumentTypeError as error:
@@ -151,12 +153,12 @@ def _told(
     )
     lines.append(f"activations held, by rank: {' '.join(map(str, predicted.peak_held))} {each}")
     if any(made.deferred):
-        lines.append(f"deferred weight gradients, by rank, at most: {' '.join(map(str, made.deferred))}")
+        lines.append(f"max deferred weight gradients, by rank: {' '.join(map(str, made.deferred))}")
     if not made.flushes:
         versions = " ".join(map(str, made.weight_versions))
         lines.append(
-            f"asynchronous: NOT equal to training on one process; versions of the weights, by rank: {versions}; "
-            "the bubble is that of a step that drains, as in a run here; a stream of steps would have it only once"
+            f"asynchronous: NOT equivalent to training on one process; weight versions, by rank: {versions}; "
+            "the bubble is that of a step that drains the pipeline, as here; a stream of steps would have it only once"
         )
     return lines
 
@@ -167,13 +169,13 @@ def _closed_form(flags: argparse.Namespace, made: PipelineSchedule) -> str:
 
     costs = _costs(flags, made)
     if "/" in (flags.costs or "") or flags.transfer:
-        return "none for uneven costs or transfers"
+        return "not available for uneven costs or transfers"
     forward, input, weight = (rows[0] * made.chunks for rows in (costs.forward, costs.input, costs.weight))
     idle = bubble_time(
         made.name, made.stages, made.microbatches, made.chunks, forward=forward, input=input, weight=weight
     )
     if idle is None:
-        return "none for these numbers"
+        return "not available for these numbers"
     ideal = made.microbatches * (forward + input + weight)
     return f"{idle / (ideal + idle):.1%} of the time, {idle / ideal:.1%} of the ideal time"
 

@@ -191,7 +191,7 @@ def allowed(job: Job, hosts: list[Host], *, is_restart: bool) -> list[Host]:
         return hosts
     fewer = [size for size in sizes if size < total]
     if is_restart and fewer:
-        logger.warning("elasticity allows %d of the %d ranks", fewer[-1], total)
+        logger.warning("elasticity: only %d of %d ranks are used", fewer[-1], total)
         return first_ranks(hosts, fewer[-1])
     from launcher.config.elasticity import refusal
 
@@ -221,9 +221,9 @@ def _shown(job: Job, total: int) -> list[int]:
     ranks = sorted({0, *(int(text) for text in wanted.split(","))})
     if ranks[-1] >= total:
         raise ConfigError(
-            f"there is no rank {ranks[-1]}",
+            f"rank {ranks[-1]} does not exist",
             where=f"--tee {shortened(wanted)}",
-            fix=f"the last is {total - 1}",
+            fix=f"the last rank is {total - 1}",
         )
     return ranks
 

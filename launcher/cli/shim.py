@@ -15,11 +15,11 @@ from launcher.integrations.surface import DIRECTORY, PACKAGE, SWITCH
 
 DESCRIPTION = """\
 Makes `import deepspeed` use this engine in programs that `launch` does not start: torchrun, accelerate launch,
-notebooks. An installed DeepSpeed is not touched; without the shim it is imported again."""
+notebooks. An installed DeepSpeed is not modified; without the shim, it is imported as before."""
 EPILOG = f"""\
 examples:
   launch shim run -- accelerate launch --config_file accelerate.yaml train.py      only that command
-  PYTHONPATH=$(launch shim path) torchrun --nproc_per_node 2 train.py              the same, by hand
+  PYTHONPATH=$(launch shim path) torchrun --nproc_per_node 2 train.py              the same, manually
   launch shim install                                        every program of this Python environment
   launch shim remove
 
@@ -84,7 +84,9 @@ def place() -> Path:
 
 def _run(command: Sequence[str]) -> None:
     if not command:
-        raise ConfigError("the command is missing", fix="launch shim run -- accelerate launch train.py")
+        raise ConfigError(
+            "missing argument: the command to run", fix="launch shim run -- accelerate launch train.py"
+        )
     sys.stdout.flush()
     try:
         os.execvpe(command[0], list(command), with_shim(os.environ))

@@ -25,8 +25,8 @@ TEMPLATE = """\
 #SBATCH --output={output}
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# USR1 comes a minute before the time is up. The run saves a checkpoint, and the job queues itself again to go on from
-# there. After a TERM, as of scancel, it saves and stays away; a job that is preempted is queued again by Slurm.
+# USR1 is sent a minute before the time limit. The run saves a checkpoint, and the job requeues itself to resume.
+# After TERM, as from scancel, the run saves and the job ends; a preempted job is requeued by Slurm.
 #SBATCH --signal=B:USR1@60
 cd {cwd} || exit
 {command} &
@@ -34,7 +34,7 @@ run=$! again=
 trap 'again=yes; kill -TERM $run 2>/dev/null' USR1
 trap 'kill -TERM $run 2>/dev/null' TERM
 trap 'kill -INT $run 2>/dev/null' INT
-while kill -0 $run 2>/dev/null; do  # a signal ends the wait, and not the run
+while kill -0 $run 2>/dev/null; do  # a signal ends the wait, not the run
     wait $run
     code=$?
 done
@@ -61,13 +61,13 @@ def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> i
         ConfigError: `--num_nodes` is missing, the script cannot be written, or sbatch cannot be run.
     """
     if flags.num_nodes is None:
-        raise ConfigError("--submit needs to know how many nodes", fix="add --num_nodes N")
+        raise ConfigError("--submit requires --num_nodes", fix="add --num_nodes N")
     directory = Path(value_of(run.arguments, "--output-dir") or Path("runs") / run.name).absolute()
     if printable(str(directory)) != str(directory) or "\n" in str(directory):
         raise ConfigError(
-            f"{str(directory)!r} contains a character that #SBATCH lines cannot have",
+            f"{str(directory)!r} contains a character that is not allowed in #SBATCH lines",
             where="--output-dir",
-            fix="name a directory without it",
+            fix="choose a directory without it",
         )
     script = directory / "launch.sbatch"
     secrets = secrets_of(environment.asked_for(flags.export, os.environ))
@@ -99,9 +99,9 @@ def submit(flags: argparse.Namespace, run: RunRequest, argv: Sequence[str]) -> i
         return subprocess.run(command, check=False, env={**os.environ, **secrets}).returncode
     except OSError as error:
         raise ConfigError(
-            f"sbatch cannot be run: {error.strerror}; the job is written to {script}",
+            f"sbatch cannot be run: {error.strerror}; the job script was written to {script}",
             where="--submit",
-            fix="submit it where Slurm is",
+            fix="submit it on a machine with Slurm",
         ) from None
 
 

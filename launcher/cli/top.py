@@ -35,9 +35,9 @@ STACKS_S = 5.0
 DESCRIPTION = """\
 Shows what every rank of a run does: its step, where its time goes (own work, waits for other ranks, saves), its memory,
 whether it is slower than the others, the last checkpoint, restarts and messages, and the stages of a pipeline. The run
-itself is not asked: `launch` writes logs/status.json in its directory once a second, on the machine where it was typed.
-With --hostfile that is another one."""
-KEYS = "q ends | sort: t time w wait m memory r rank | up, down: a rank | l log s stack"
+itself is not queried: `launch` writes logs/status.json in the run's directory once a second, on the machine where it
+was started. If that is another machine, use --hostfile."""
+KEYS = "q quit | sort: t time w wait m memory r rank | up, down: select a rank | l log s stack"
 
 
 def top_parser() -> FlagParser:
@@ -52,20 +52,20 @@ def top_parser() -> FlagParser:
         "-H",
         "--hostfile",
         metavar="PATH",
-        help="the run was started on one of these hosts; looks there over ssh",
+        help="the run was started on one of these hosts: find it over ssh",
     )
     parser.add_argument("--ssh_port", type=int, metavar="P", help="with --hostfile: the port of ssh")
     parser.add_argument(
         "--estimate",
         metavar="FILE",
-        help="what `launch memory-estimate --json` said: memory is shown against it",
+        help="output of `launch memory-estimate --json`, to compare the memory with",
     )
     once = parser.add_mutually_exclusive_group()
-    once.add_argument("--once", action="store_true", help="print one screen and end")
+    once.add_argument("--once", action="store_true", help="print one screen and exit")
     once.add_argument(
-        "--html", metavar="FILE", help="write a page for a browser and end; - is report.html of the run"
+        "--html", metavar="FILE", help="write an HTML page and exit; - is report.html in the run's directory"
     )
-    once.add_argument("--json", action="store_true", help="print what is known as JSON and end")
+    once.add_argument("--json", action="store_true", help="print the status as JSON and exit")
     return parser
 
 
@@ -218,7 +218,7 @@ class _Screen:
         end = len(lines) - self.scrolled
         lines = lines[self.scrolled :][:room] if self.shown == "stack" else lines[max(0, end - room) : end]
         screen = Text(no_wrap=True, overflow="ellipsis")
-        screen.append(f"rank {rank}: {self.shown}; up, down scroll, Escape goes back\n", style="bold")
+        screen.append(f"rank {rank}: {self.shown}; up, down: scroll, Escape: back\n", style="bold")
         return screen.append("\n".join(lines) or "(empty)")
 
     def _log(self, rank: int) -> str:
@@ -226,21 +226,21 @@ class _Screen:
             with contextlib.suppress(OSError), path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - (1 << 16)))
                 return printable(file.read().decode("utf-8", errors="replace"))
-        return f"there is no log of rank {rank} in {self.files.status.parent}: it lies on its own host"
+        return f"no log of rank {rank} in {self.files.status.parent}; the log is on the rank's host"
 
     def _stack(self, rank: int) -> str:
         path = self.files.status.parent / STACKS
         if not path.exists() or path.stat().st_mtime < self.asked_at - 1:
             late = time.time() - self.asked_at > STACKS_S
             return (
-                "no stack has come: the run has ended, or belongs to somebody else"
+                "no stack received: the run has ended or belongs to another user"
                 if late
-                else "asking the ranks ..."
+                else "requesting the stacks ..."
             )
         parts = path.read_text(encoding="utf-8", errors="replace").split("==== rank ")
         mine = [part for part in parts if part.startswith(f"{rank} ")]
         return (
-            printable(short_stack(mine[0])) if mine else f"rank {rank} gave no stack: its process has ended"
+            printable(short_stack(mine[0])) if mine else f"no stack from rank {rank}: its process has ended"
         )
 
 

@@ -333,4 +333,4 @@ class Agent:
 
 
 if __name__ == "__main__":
-    sys.exit("the front end starts this program: launch --hostfile ...")
+    sys.exit("this program is started by the front end: launch --hostfile ...")

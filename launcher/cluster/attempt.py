@@ -146,7 +146,7 @@ class Attempt:
         if number is not None:
             how = " and killed by the second signal" if self._hurried else ""
             saved = number == signal.SIGTERM and not unfinished
-            how = "; all ranks have ended well" if saved else how
+            how = "; all ranks ended cleanly" if saved else how
             code = self.policy.saved_exit_code if saved else 128 + number
             message = f"stopped by {number.name}{how}; logs: {self.log_dir}{left}"
             return RunOutcome(code, message, saved), None
@@ -155,7 +155,7 @@ class Attempt:
         if not self.causes:
             silent = ", ".join(node.name for node in unfinished)
             return RunOutcome(
-                1, f"no report says how the ranks of {silent} ended; logs: {self.log_dir}{left}"
+                1, f"the ranks of {silent} ended without reporting a status; logs: {self.log_dir}{left}"
             ), None
         cause = min(self.causes, key=lambda c: c.time)
         return RunOutcome(cause.exit_code, cause.message + left), cause
@@ -347,7 +347,7 @@ class Attempt:
         silence_s = self.node_group.timeouts.silence_s
         for node in still:
             if node in self._over and not node.here and time.monotonic() - node.heard > silence_s:
-                node.give_up(f"nothing was heard from it for {silence_s:g} s while it sent its last output")
+                node.give_up(f"it was silent for {silence_s:g} s while sending its last output")
         now = time.monotonic()
         return any(now < deadline or (patient and node in self._over) for node in still if node.running)
 
@@ -366,10 +366,10 @@ class Attempt:
             return ""
         names = ", ".join(f"{node.name} ({_processes(node.pids)})" for node in unclean)
         return (
-            f"\n  could not be cleaned up from here: {names}; ranks there end by themselves within "
+            f"\n  could not clean up {names}; ranks there will exit on their own within "
             f"{self.node_group.timeouts.silence_s + self.node_group.timeouts.grace_s:g} s"
         )
 
 
 def _processes(pids: Sequence[int]) -> str:
-    return f"processes {', '.join(map(str, pids))}" if pids else "its processes are unknown"
+    return f"processes {', '.join(map(str, pids))}" if pids else "processes unknown"

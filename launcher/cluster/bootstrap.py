@@ -32,13 +32,15 @@ def arrive(hello):  # type: ignore[no-untyped-def]
     if list(sys.version_info[:2]) != hello["python"]:
         version, wanted = [".".join(map(str, v)) for v in (sys.version_info[:3], hello["python"])]
         problem(
-            hello, f"{sys.executable} is Python {version}, here it is {wanted}", "install the same one there"
+            hello,
+            f"{sys.executable} is Python {version}, here it is {wanted}",
+            "install the same version there",
         )
     try:
         os.chdir(hello["directory"] or ".")
     except OSError as error:
         what = f"no directory {hello['directory']}: {error.strerror}"
-        problem(hello, what, "start in a directory that all hosts have")
+        problem(hello, what, "start in a directory that exists on all hosts")
     sys.path[:0] = [path for path in hello["path"] if os.path.isdir(path)]
     try:
         from launcher.cluster.agent import serve

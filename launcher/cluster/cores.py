@@ -33,9 +33,9 @@ def parse_core_list(text: str) -> list[int]:
     foreign = sorted(set(cores) - set(usable))
     if foreign:
         raise ConfigError(
-            f"core {foreign[0]} of {shortened(text)!r} cannot be used",
+            f"core {foreign[0]} of {shortened(text)!r} is not available",
             where="--bind_core_list",
-            fix=f"choose among {shortened(','.join(map(str, usable)))}",
+            fix=f"choose from {shortened(','.join(map(str, usable)))}",
         )
     return list(cores)
 
@@ -55,7 +55,7 @@ def share_cores(cores: Sequence[int], ranks: int, system: Path = SYSTEM) -> list
         raise ConfigError(
             f"{len(cores)} cores cannot be divided among {ranks} ranks",
             where="--bind_cores_to_rank",
-            fix=f"start at most {len(cores)} ranks or leave the flag out",
+            fix=f"start at most {len(cores)} ranks, or omit the flag",
         )
     nodes = _by_node(cores, system)
     for size in range(each, each - each // 4 - 1, -1):

@@ -47,7 +47,7 @@ def dial(told: Message, host: str) -> tuple[socket.socket, handshake.SignedSessi
     Raises:
         OSError: the listener cannot be reached.
     """
-    error = OSError(f"no address of {host}")
+    error = OSError(f"no address for {host}")
     for address in (*told["addresses"], host.rpartition("@")[2]):
         try:
             connection = socket.create_connection((address, told["port"]), timeout=DIAL_S)

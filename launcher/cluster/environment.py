@@ -87,7 +87,7 @@ def asked_for(exports: Sequence[str], environment: Mapping[str, str]) -> dict[st
         if os.path.exists(path) and not os.path.isdir(path):
             text = read_small(
                 Path(path),
-                "the file of variables",
+                "the environment file",
                 where="DS_ENV_FILE" if "DS_ENV_FILE" in environment else FILE,
                 fix="write a file with lines of the form NAME=VALUE",
                 errors="surrogateescape",
@@ -149,9 +149,9 @@ def parse_file(text: str, name: str) -> dict[str, str]:
             value = match["single"] if match["single"] is not None else match["plain"].rstrip()
         if "\0" in value:
             raise ConfigError(
-                f"the value of {shortened(match['name'])} has a NUL character, which a variable cannot hold",
+                f"the value of {shortened(match['name'])} contains a NUL character, which a variable cannot hold",
                 where=f"{name}:{text.count(chr(10), 0, position) + 1}",
-                fix="delete it; a file of text has none",
+                fix="delete it; text files contain none",
             )
         _put(found, match["name"], value)
         position = match.end()

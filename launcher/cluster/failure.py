@@ -193,21 +193,21 @@ def _manner(failure: Failure) -> str:
 def _advice(failure: Failure) -> list[str]:
     if failure.disk_full:
         full = f"  the disk of {Path(failure.log).parent} is full: the output of the ranks cannot be saved"
-        return [full, "  fix: free some space there, or name another --output-dir"]
+        return [full, "  fix: free some space there, or use another --output-dir"]
     message = failure.record.message if failure.record is not None else ""
     if failure.left_before and any(words in message for words in LOST):
         ranks = ", ".join(map(str, failure.left_before))
         who = f"rank {ranks}" if len(failure.left_before) == 1 else f"ranks {ranks}"
         return [
             f"  {who} ended earlier, without an error, while this rank waited for it",
-            "  fix: on every rank, call everything that needs all ranks: save_checkpoint(), "
+            "  fix: on every rank, call everything that requires all ranks: save_checkpoint(), "
             "save_16bit_model(), collectives",
         ]
     if failure.exit_code != -signal.SIGKILL:
         return []
     if failure.memory_killer:
         return [f"  fix: {ALLOWANCE}"]
-    return ["  if the kernel's OOM killer did it, `dmesg | tail` shows it: use less memory per rank"]
+    return ["  if the kernel's OOM killer was the cause, `dmesg | tail` shows it: use less memory per rank"]
 
 
 def _ended(failure: Failure, log: str) -> Sequence[str]:

@@ -211,7 +211,7 @@ class FrontEnd:
         for word, some, others in (("without", before, self._chosen), ("with", self._chosen, before)):
             names = [node.name for node in some if node not in others]
             if before and names:
-                logger.warning("going on %s %s", word, ", ".join(names))
+                logger.warning("continuing %s %s", word, ", ".join(names))
         return True
 
     def _may_leave(self, node: Node) -> bool:

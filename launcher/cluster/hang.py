@@ -42,7 +42,7 @@ def describe(states: Sequence[RankState], log_dir: str) -> str:
     """Return the report for the terminal."""
     shown = [s for s in states if s.number is not None]
     if not shown:
-        return "no rank has made progress for a while, and none reported where it is"
+        return "no rank has made progress for a while, and none has reported any operation"
     stalled = min(s.since_s for s in shown)
     lines = [f"no rank has made progress for {stalled:.0f} s"]
     operation, _ = Counter(s.operation for s in shown).most_common(1)[0]
@@ -56,7 +56,7 @@ def write(states: Sequence[RankState], log_dir: str, file: str = FILE) -> None:
     """Write the stacks of all ranks to a file in the log directory."""
     parts = []
     for state in states:
-        last = f"{state.operation}, {state.since_s:.1f} s ago" if state.number else "nothing shown"
+        last = f"{state.operation}, {state.since_s:.1f} s ago" if state.number else "no operation reported"
         parts.append(f"==== rank {state.rank} on {state.host}: {last}\n{state.stack or 'no stack'}\n")
     with contextlib.suppress(OSError):  # a full disk must not hide the hang
         Path(log_dir).mkdir(parents=True, exist_ok=True)  # the logs may exist on the nodes only
@@ -89,12 +89,12 @@ def _who(state: RankState) -> str:
 
 def _other(state: RankState, most: RankState) -> str:
     if state.number is None:
-        return "has shown nothing yet"
+        return "has not reported any operation yet"
     alike = state.among and state.among == most.among  # otherwise the numbers are not comparable
     never = alike and state.number < (most.number or 0)
-    return f"{'never entered it, its last was' if never else 'was last in'} {state.operation}"
+    return f"{'never entered it; its last operation was' if never else 'was last in'} {state.operation}"
 
 
 def _at(state: RankState) -> str:
     where = place(state.stack)
-    return f", it is at {where}" if where else ""
+    return f", at {where}" if where else ""

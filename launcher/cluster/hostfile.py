@@ -43,7 +43,7 @@ def read_hostfile(path: str) -> list[Host]:
         Path(path),
         "the hostfile",
         where="--hostfile",
-        fix="name a file of lines like `node1 slots=8`; without --hostfile this machine alone is used",
+        fix="pass a file with lines like `node1 slots=8`; without --hostfile only this machine is used",
     )
     return parse_hostfile(text, path)
 
@@ -61,7 +61,7 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
         match = _LINE.fullmatch(entry)
         if match is None:
             raise ConfigError(
-                f"{shortened(entry)!r} does not name a host and its slots", where=where, fix=FORM
+                f"{shortened(entry)!r} does not specify a host and its slots", where=where, fix=FORM
             )
         host = match["name"]
         if host.startswith("-") or len(host) > LONGEST_NAME or printable(host) != host:
@@ -77,7 +77,7 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
         ranks += len(hosts[-1].slots)
         check_size(len(hosts), ranks, where)
     if not hosts:
-        raise ConfigError(f"the hostfile {name} names no host", where="--hostfile", fix=FORM)
+        raise ConfigError(f"the hostfile {name} contains no hosts", where="--hostfile", fix=FORM)
     return hosts
 
 
@@ -85,7 +85,7 @@ def _slots(text: str, where: str) -> tuple[int, ...]:
     if text.isdecimal() and text.isascii():
         if int(text) == 0:
             raise ConfigError(
-                "slots=0: a host without slots runs nothing",
+                "slots=0: a host needs at least one slot",
                 where=where,
                 fix="delete the line or give it slots",
             )

@@ -49,8 +49,8 @@ def token_of(environment: Mapping[str, str], file: str | None, *, insecure: bool
     """
     if insecure:
         if file is not None:
-            raise ConfigError("--insecure and --token_file exclude each other")
-        logger.warning("--insecure: anyone who reaches the port of node 0 can run code on every node")
+            raise ConfigError("--insecure and --token_file are mutually exclusive")
+        logger.warning("--insecure: anyone who can reach the port of node 0 can run code on every node")
         return ""
     token, where = environment.get(TOKEN, ""), TOKEN
     if file is not None:
@@ -59,28 +59,28 @@ def token_of(environment: Mapping[str, str], file: str | None, *, insecure: bool
         return _printed(secrets.token_hex(16))
     if not token:
         raise ConfigError(
-            "nodes that connect by themselves need the token of the run, and none is given",
+            "--no_ssh requires the run's token, but no token was given",
             where=where,
-            fix=f"set {TOKEN} to the token that node 0 prints when it starts, or give all nodes a file with "
-            "one: --token_file PATH",
+            fix=f"set {TOKEN} to the token that node 0 prints when it starts, or pass a file with a token on "
+            "all nodes: --token_file PATH",
         )
     if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"the token is easily guessed or mistyped: {SHORTEST_TOKEN} ASCII characters or more are needed",
+            f"the token is too easy to guess or mistype: at least {SHORTEST_TOKEN} ASCII characters are required",
             where=where,
-            fix="make one with: openssl rand -hex 16",
+            fix="generate one with: openssl rand -hex 16",
         )
     return token
 
 
 def _first_line(file: str) -> str:
-    fix = "name a file with one line"
+    fix = "pass a file with one line"
     lines = read_small(Path(file), "the token file", where="--token_file", fix=fix).splitlines()
     if os.stat(file).st_mode & stat.S_IROTH:
         raise ConfigError(
-            f"everybody on this machine can read {file}",
+            f"every user of this machine can read {file}",
             where="--token_file",
-            fix=f"chmod 600 {file}, after a new token is in it",
+            fix=f"write a new token to it, and run chmod 600 {file}",
         )
     return lines[0].strip() if lines else ""
 
@@ -90,9 +90,9 @@ def _printed(token: str) -> str:
     facts = os.fstat(sys.stderr.fileno())
     if stat.S_ISREG(facts.st_mode) and facts.st_mode & 0o077:
         raise ConfigError(
-            "there is no token, and a new one would be written to a file that others can read",
+            "no token was given, and a generated one would be written to a file that other users can read",
             where="stderr",
-            fix=f"set {TOKEN} on all nodes, or --token_file PATH",
+            fix=f"set {TOKEN} on all nodes, or pass --token_file PATH",
         )
     print(
         f"launch: the other nodes need the token of this run: export {TOKEN}={token}",
@@ -124,7 +124,7 @@ class JoinServer:
             raise ConfigError(
                 f"port {port} cannot be used: {error.strerror}",
                 where="--master_port",
-                fix="name another one on all nodes",
+                fix="use another port on all nodes",
             ) from None
         self._socket.listen(128)
         self._greeted: queue.SimpleQueue[tuple[socket.socket, SignedSession]] = queue.SimpleQueue()
@@ -175,7 +175,9 @@ def connect(
             connection = socket.create_connection((addr, port), timeout=ANSWER_S)
         except UnicodeError:
             raise ConfigError(
-                f"{shortened(addr)!r} is not a host name", where="--master_addr", fix="name node 0"
+                f"{shortened(addr)!r} is not a host name",
+                where="--master_addr",
+                fix="pass the host name of node 0",
             ) from None
         except OSError as error:
             if time.monotonic() > deadline:
@@ -190,7 +192,9 @@ def connect(
             return connection, session
         connection.close()
         if not told:
-            logger.warning("node 0 has a node %d already; waiting until it needs another", node_rank)
+            logger.warning(
+                "node rank %d is already connected; waiting until node 0 needs a replacement", node_rank
+            )
         deadline, told = time.monotonic() + patience_s, True
         time.sleep(RETRY_S)
 
@@ -207,7 +211,7 @@ def _wanted(connection: socket.socket, place: str, node_rank: int, token: str) -
         said = json.loads(session.takes.opened(line.encode()))
     except (OSError, ValueError):
         raise ConfigError(
-            f"{place} rejected this node: it has another token",
+            f"{place} rejected this node: its token is different",
             where=f"--master_addr, --master_port, {TOKEN}",
             fix=f"start the same command on every node, with the same {TOKEN} (or --insecure)",
         ) from None

@@ -191,7 +191,7 @@ class Node:
         try:
             connection, session = dial.dial(told, self.name)
         except OSError as error:
-            self.give_up(f"its agent listens on port {told['port']} and cannot be reached: {error}")
+            self.give_up(f"its agent listens on port {told['port']} but cannot be reached: {error}")
             return
         self.adopt(connection, session)
 

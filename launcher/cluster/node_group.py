@@ -151,7 +151,7 @@ class NodeGroup:
             heeded = node.connected and node.facts is not None and not (node.here or self.ending)
             if heeded and now - node.heard > self.timeouts.silence_s:
                 node.give_up(
-                    f"nothing was heard from it for {self.timeouts.silence_s:g} s: it is cut off, frozen or down"
+                    f"no heartbeat for {self.timeouts.silence_s:g} s: the node is disconnected, frozen or down"
                 )
             if node.lost is None:
                 continue

@@ -67,17 +67,17 @@ def _wrong(node: Node, nodes: Sequence[Node], needs: NodeRequirements) -> Iterat
         return
     for path, digest in facts["files"].items():
         if digest is None:
-            yield f"there is no file {path} (copy it there, or share the directory)"
+            yield f"{path} does not exist (copy it there, or use a shared directory)"
         elif needs.files.get(path) not in (None, digest):
-            yield f"{path} differs from the file here"
+            yield f"{path} differs from the file on this machine"
     if needs.compare:
         for package in PACKAGES:
             usual = _most([other.facts["versions"][package] for other in nodes if other.facts])
             version = facts["versions"][package]
             if version != usual:
-                yield f"{package} is {version or 'not installed'}, on the other hosts it is {usual or 'not installed'}"
+                yield f"{package} is {version or 'not installed'}, but {usual or 'not installed'} on the other hosts"
         if facts["source"] != _most([other.facts["source"] for other in nodes if other.facts]):
-            yield "its launcher version differs from that of the others"
+            yield "its launcher version differs from that of the other hosts"
         skew = facts["clock"] - facts["arrived"]
         if abs(skew) > CLOCK_S:
             yield f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'} (run an NTP service)"
@@ -90,7 +90,7 @@ def _wrong(node: Node, nodes: Sequence[Node], needs: NodeRequirements) -> Iterat
         yield f"{facts['gpus']} CUDA devices are visible, but slot {max(node.host.slots)} was requested{mask}"
 
 
-WALL = "is there a firewall? ranks talk to one another on any port"
+WALL = "is there a firewall? ranks connect to each other on arbitrary ports"
 
 
 def _walls(nodes: Sequence[Node]) -> dict[str, list[str]]:
@@ -128,8 +128,8 @@ def few(names: Sequence[str]) -> str:
 HINTS = {
     "Name or service not known": "unknown host name: check the hostfile and ~/.ssh/config",
     "Could not resolve hostname": "unknown host name: check the hostfile and ~/.ssh/config",
-    "Permission denied (": "ssh needs a password there: put your key into its ~/.ssh/authorized_keys",
-    "Host key verification failed": "connect once by hand and accept the host key",
+    "Permission denied (": "ssh requires a password there: add your key to its ~/.ssh/authorized_keys",
+    "Host key verification failed": "connect once manually and accept the host key",
     "Connection refused": "nothing listens there: is sshd running, and is --ssh_port right?",
     "Connection timed out": "no answer: is the machine up, and does the network reach it?",
     "No route to host": "no route: is the machine up and connected?",

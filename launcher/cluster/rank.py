@@ -75,9 +75,9 @@ def become(program: str, arguments: list[str]) -> NoReturn:
         fixes = {
             errno.EACCES: f"chmod +x {program}",
             errno.ENOENT: "make sure that it and its interpreter are on this machine, on PATH or given by path",
-            errno.ENOEXEC: "write its interpreter into its first line: #!/bin/sh",
+            errno.ENOEXEC: "add its interpreter as the first line: #!/bin/sh",
         }
-        fix = fixes.get(getattr(error, "errno", 0), "name an executable program")
+        fix = fixes.get(getattr(error, "errno", 0), "pass an executable program")
         text = f"the program {program} cannot be run: {why}\n  where: --no_python\n  fix: {fix}"
         record("mendable", OSError(text))
         os._exit(2)

@@ -20,7 +20,7 @@ from typing import Any
 
 ANSWER_S = 5.0
 """How long the head of the cluster has to accept a connection."""
-NO_CLUSTER = "start launch on a node of the cluster (ray start ...), or name it: --address HOST:6379"
+NO_CLUSTER = "start launch on a node of the cluster (ray start ...), or pass --address HOST:6379"
 PLACED_S = 60.0
 """How long Ray may take to find free resources."""
 
@@ -68,7 +68,7 @@ class Command:
         assert process.stdout is not None
         yield from process.stdout
         if code := process.wait():
-            yield f"it ended with {code}\n".encode()
+            yield f"it ended with exit code {code}\n".encode()
 
 
 def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
@@ -102,9 +102,9 @@ def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
     fitting = sum(count >= slots for count in there)
     if not slots or fitting < nodes:
         raise NoRoomError(
-            f"the Ray cluster has {len(there)} nodes with {kind}s ({', '.join(map(str, there[:8])) or 'none'}), and "
-            f"{nodes} with {slots or 'some'} each are asked for",
-            "ask for fewer: --num_nodes, --num_gpus; --device cpu counts CPUs",
+            f"requested {nodes} nodes with {slots or 'some'} {kind}s each, but the Ray cluster has {len(there)} nodes "
+            f"with {kind}s ({', '.join(map(str, there[:8])) or 'none'})",
+            "request fewer: --num_nodes, --num_gpus; --device cpu counts CPUs",
         )
     if not asked["reserve"]:
         names = [
@@ -114,8 +114,8 @@ def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
     group = placement_group([{kind: float(slots)}] * nodes, strategy="STRICT_SPREAD")
     if not group.wait(PLACED_S):
         raise NoRoomError(
-            f"Ray has found no room for {nodes} nodes with {slots} {kind}s each within {PLACED_S:g} s",
-            "other jobs use them: see `ray status`; ask for fewer, or wait",
+            f"Ray could not allocate {nodes} nodes with {slots} {kind}s each within {PLACED_S:g} s",
+            "other jobs are using them: see `ray status`; request fewer, or wait",
         )
     actors = []
     for index in range(nodes):
@@ -127,8 +127,8 @@ def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
     addresses = ray.get([actor.address.remote() for actor in actors], timeout=PLACED_S)
     if several := sorted({address for address in addresses if addresses.count(address) > 1}):
         raise NoRoomError(
-            f"several nodes that Ray has given have the address {several[0]}: ranks could not tell them apart",
-            "start each with an address of its own: ray start --node-ip-address ADDRESS ...",
+            f"Ray allocated several nodes with the address {several[0]}: ranks could not tell them apart",
+            "start each with its own address: ray start --node-ip-address ADDRESS ...",
         )
     return [(address, slots, actor) for address, actor in zip(addresses, actors, strict=True)]
 
@@ -136,7 +136,7 @@ def place(asked: dict[str, Any]) -> list[tuple[str, int, Any]]:
 def _check_answers(address: str) -> None:
     """Raise NoRoomError if nothing answers at HOST:PORT; Ray itself would wait for a minute."""
     if address == "local":
-        raise NoRoomError("local would start another Ray, on this machine alone", NO_CLUSTER)
+        raise NoRoomError("--address local would start a new single-machine Ray cluster", NO_CLUSTER)
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():  # "auto", or a URL
         return

@@ -22,7 +22,7 @@ try:
     broker.sendall(json.dumps({"host": sys.argv[2], "argv": sys.argv[3:]}).encode() + b"\\n")
     while data := broker.recv(1 << 16):
         os.write(1, data)
-    sys.exit("Ray has ended what ran there, or the program that holds its nodes (ray_broker.py) has ended")
+    sys.exit("Ray has ended the command, or the program that holds the nodes (ray_broker.py) has ended")
 except OSError as error:
     sys.exit(f"the program that holds Ray's nodes (ray_broker.py) is gone: {error}")
 """
@@ -82,7 +82,7 @@ def ask_ray(
             raise ConfigError(
                 f"Ray has not answered within {ANSWER_S:g} s at {address}",
                 where="--launcher ray",
-                fix="name the port of its head, which is 6379 as a rule: --address HOST:6379; see `ray status`",
+                fix="specify the head node's port, usually 6379: --address HOST:6379; see `ray status`",
             )
         told = json.loads(broker.stdout.readline())
     except ValueError:

@@ -58,7 +58,7 @@ def meet(node_group: NodeGroup, wanted: RendezvousOptions, look_up: Callable[[],
             raise ConfigError(
                 f"{addr or node.name}:{wanted.port or 'any port'} cannot be used: {answer['problem']}",
                 where="--master_addr, --master_port",
-                fix="leave both flags out: a free port is picked",
+                fix="omit both flags: a free port is chosen",
             )
         ports[node] = int(answer["port"])
     if alone:
@@ -106,7 +106,7 @@ def _agreed(first: Node, there: Sequence[Node], wanted: RendezvousOptions) -> st
     best = max(_places(first, first, wanted), key=lambda address: counts[address])  # the first one on a tie
     for node, one in tried.items():
         if one.reached and best not in one.reached:
-            why = f"only at {', '.join(one.reached)}, others at {best}: --master_addr names one for all"
+            why = f"only at {', '.join(one.reached)}, but others at {best}: set --master_addr for all"
             node.tries = [replace(t, reached=(), why=why) if t is one else t for t in node.tries]
     return best
 

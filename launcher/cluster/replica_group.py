@@ -176,10 +176,10 @@ class ReplicaGroup:
                 raise RunIsOver
             if answer["is"] == "expelled":
                 raise LeftBehind(
-                    f"the other replicas have gone on without replica {self.number}: it was silent"
+                    f"the other replicas have continued without replica {self.number}: it was silent"
                 )
             if answer["is"] == "lost":
-                raise LauncherError("the connection to the front end of the replicas is lost")
+                raise LauncherError("the connection to the front end of the replicas was lost")
 
     def _listen(self) -> None:
         try:

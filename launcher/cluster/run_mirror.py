@@ -78,9 +78,9 @@ class RunMirror:
         if self._of is None:
             why = "; ".join(f"{host.name}: {host.problem or 'no run'}" for host in self._hosts[:4])
             raise ConfigError(
-                f"no host of the hostfile has a run ({printable(why)})",
+                f"no run was found on the hosts of the hostfile ({printable(why)})",
                 where="launch top --hostfile",
-                fix="name the directory of a run, as it is called on the host where `launch` was typed",
+                fix="pass the run's directory as a path on the host where `launch` was started",
             )
 
     def ask_stacks(self) -> None:
@@ -179,7 +179,7 @@ class _Host:
                 if line.startswith(b"{"):  # anything else is a greeting of the shell
                     self._mirror.take(self, json.loads(line))
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError) as error:
-            why = f"it sends what is no message: {error}"
+            why = f"it sent an invalid message: {error}"
             self._process.kill()
         last = self._process.stderr.read(1 << 16).decode(errors="replace").strip().splitlines()
         self._mirror.lose(self, why or (last[-1] if last else "the connection has ended"))

@@ -59,13 +59,13 @@ def check_runner(name: str) -> None:
     """
     if name not in RUNNERS:
         named = ", ".join(RUNNERS)
-        raise ConfigError(f"there is no runner {name!r}", where="--launcher", fix=f"runners: {named}")
+        raise ConfigError(f"unknown launcher {name!r}", where="--launcher", fix=f"use one of: {named}")
     program = RUNNERS[name].program
     if shutil.which(program) is None:
         raise ConfigError(
-            f"the runner {name} needs the program {program}, which is not installed here",
+            f"the launcher {name} requires the program {program}, which is not installed here",
             where=f"--launcher {name}",
-            fix="install it, or leave --launcher out: ssh is enough",
+            fix="install it, or omit --launcher: ssh is enough",
         )
 
 

@@ -28,11 +28,11 @@ def select(
         ConfigError: the flags contradict each other, name unknown hosts or slots, or leave nothing.
     """
     if include and exclude:
-        raise ConfigError("--include and --exclude exclude each other", fix="keep one")
+        raise ConfigError("--include and --exclude are mutually exclusive", fix="keep one")
     for flag, value in (("--num_nodes", num_nodes), ("--num_gpus", num_gpus)):
         if value is not None and (include or exclude):
             other = "--include" if include else "--exclude"
-            raise ConfigError(f"{flag} and {other} exclude each other", fix="keep one")
+            raise ConfigError(f"{flag} and {other} are mutually exclusive", fix="keep one")
     chosen = list(hosts)
     if include:
         wanted = _parse(include, "--include", hosts)
@@ -43,14 +43,14 @@ def select(
         chosen = [replace(host, slots=tuple(sorted(left[host.name]))) for host in hosts if left[host.name]]
         if not chosen:
             raise ConfigError(
-                f"--exclude {shortened(exclude)} leaves no slot of {len(hosts)} hosts",
-                fix="exclude less",
+                f"--exclude {shortened(exclude)} excludes every slot of all {len(hosts)} hosts",
+                fix="exclude fewer slots",
             )
     if num_nodes is not None:
         if num_nodes > len(chosen):
             raise ConfigError(
                 f"--num_nodes {num_nodes}: the number of hosts is {len(chosen)}",
-                fix="ask for fewer, or name more: --hostfile",
+                fix="request fewer, or list more in --hostfile",
             )
         chosen = chosen[:num_nodes]
     return chosen if num_gpus is None else [first_slots(host, num_gpus) for host in chosen]
@@ -65,7 +65,7 @@ def first_slots(host: Host, count: int) -> Host:
     if count > len(host.slots):
         raise ConfigError(
             f"--num_gpus {count}: {host.name} has {len(host.slots)} slots",
-            fix=f"write --num_gpus {len(host.slots)}, or give the host more slots in the hostfile",
+            fix=f"use --num_gpus {len(host.slots)}, or give the host more slots in the hostfile",
         )
     return replace(host, slots=host.slots[:count])
 

@@ -40,12 +40,12 @@ def ship(node_group: NodeGroup, sync_manifest: SyncManifest, look_up: Callable[[
                 case "uncopied":
                     why = message["why"]
                     if message["digest"]:
-                        why = f"{sync_manifest.sources[message['digest']]} changed while it was sent"
-                    problems.append((node.name, f"no copy can be made there: {why}"))
+                        why = f"{sync_manifest.sources[message['digest']]} changed while it was being sent"
+                    problems.append((node.name, f"the files cannot be copied there: {why}"))
                     waiting.discard(node)
         for node in list(waiting):
             if node.lost is not None:
-                problems.append((node.name, f"it was lost while files were sent: {node.lost}"))
+                problems.append((node.name, f"it was lost while files were being sent: {node.lost}"))
                 waiting.discard(node)
             elif node in pieces:
                 _send_some(node, pieces)

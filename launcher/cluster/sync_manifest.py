@@ -95,12 +95,12 @@ def pack(files: Sequence[str], directory: str | None, cwd: str) -> SyncManifest:
     if directory is not None:
         root = Path(directory).resolve()
         if not root.is_dir():
-            raise ConfigError(f"there is no directory {directory}", where="--sync", fix="name a directory")
+            raise ConfigError(f"{directory} is not a directory", where="--sync", fix="pass a directory")
         if not Path(cwd).is_relative_to(root):
             raise ConfigError(
                 f"the working directory {cwd} is not in {root}, so its copy would have no working directory",
                 where="--sync",
-                fix=f"start in {root}, or name a directory above both",
+                fix=f"start in {root}, or pass a directory that contains both",
             )
         found = {f"{TREE}/{name}": root / name for name in _listed(root)}
         start = str(Path(TREE, Path(cwd).relative_to(root)))
@@ -123,10 +123,10 @@ def _check_amount(found: dict[str, Path]) -> None:
         largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:3]
         named = ", ".join(f"{path} ({spoken(sizes[path])})" for path in largest)
         raise ConfigError(
-            f"{len(sizes)} files of {spoken(total)} are too much to send: at most {MOST_FILES} files of "
-            f"{spoken(MOST_BYTES)}; the largest: {named}",
+            f"{len(sizes)} files ({spoken(total)}) are too much to send: at most {MOST_FILES} files and "
+            f"{spoken(MOST_BYTES)} are possible; the largest: {named}",
             where="--sync",
-            fix="make git ignore what the run does not need, or put data where all hosts find it",
+            fix="make git ignore what the run does not need, or put data where all hosts can read it",
         )
 
 
@@ -150,7 +150,7 @@ def _listed(root: Path) -> list[str]:
     names = _not_ignored(root) if in_git else _all_of(root)
     if not names:
         left_out = ": git ignores everything there" if in_git else ""
-        raise ConfigError(f"there is no file to send in {root}{left_out}", where="--sync")
+        raise ConfigError(f"no files to send in {root}{left_out}", where="--sync")
     return names
 
 
@@ -163,9 +163,9 @@ def _not_ignored(root: Path) -> list[str]:
         asked, said = None, f"git cannot be started: {error.strerror}"
     if asked is None or asked.returncode != 0:
         raise ConfigError(
-            f"cannot find out which files of {root} git ignores: {said}",
+            f"cannot determine which files of {root} git ignores: {said}",
             where="--sync",
-            fix="fix what git reports; all files are sent only from a directory outside of git",
+            fix="fix what git reports; all files are sent only from a directory outside any git repository",
         )
     names: list[str] = []
     for name in dict.fromkeys(os.fsdecode(asked.stdout).split("\0")):

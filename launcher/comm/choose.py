@@ -26,7 +26,7 @@ def choose(
     from launcher.comm.gloo import GlooTransport
 
     if os.environ.get(TRANSPORT) == "sockets":
-        return Transports.alike(GlooTransport(group, f"{TRANSPORT} says so"))
+        return Transports.alike(GlooTransport(group, f"set by {TRANSPORT}"))
     from launcher.comm.shared_memory.connect import PeerMemoryUnavailable, connect
     from launcher.comm.shared_memory.transport import SharedMemoryTransport
 

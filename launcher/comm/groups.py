@@ -24,7 +24,7 @@ def line_of(lines: list[list[int]], device: torch.device) -> dist.ProcessGroup |
         device: of this rank.
     """
     world = dist.group.WORLD
-    assert world is not None, "torch.distributed has been started"
+    assert world is not None, "torch.distributed is initialized"
     made: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(
         lines, timeout=timeout_of(world), backend=BACKENDS[device.type]
     )[0]
@@ -35,7 +35,7 @@ def all_ranks(device: torch.device) -> dist.ProcessGroup:
     """Return the group of all ranks: the default one, or a second one if a script has initialized the default
     differently. Every rank must call this."""
     world = dist.group.WORLD
-    assert world is not None, "torch.distributed has been started"
+    assert world is not None, "torch.distributed is initialized"
     backends = dist.get_backend_config(world)
     ours = "cpu:" in backends
     if device.type == "cuda":  # must be NCCL's, and connected when it was created

@@ -47,7 +47,7 @@ class Axis:
     def over(cls, name: str, group: dist.ProcessGroup | None = None) -> Axis:
         """Return an axis over an existing process group (None: all ranks), without probing for transports."""
         group = group or dist.group.WORLD
-        assert group is not None, "torch.distributed has been started"
+        assert group is not None, "torch.distributed is initialized"
         return cls(name, group.size(), group.rank(), group, plain_transports(group))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
@@ -124,7 +124,7 @@ class Mesh:
             product = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
             raise ConfigError(
                 f"the degrees {product} multiply to {given}, but there are {world} ranks",
-                fix="make their product equal the number of ranks, or leave dp out so that it takes the rest",
+                fix="make their product equal the number of ranks, or omit dp so that it takes the rest",
             )
         warning = warning_of_tp_over_nodes(
             degrees.get("tp", 1), world, int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -160,7 +160,7 @@ class Mesh:
         first, last = AXES.index(outer), AXES.index(inner)
         degrees = [self.axes[name].degree for name in AXES]
         shape = (*degrees[:first], one.degree * other.degree, *degrees[last + 1 :])
-        assert all(degree == 1 for degree in degrees[first + 1 : last]), "nothing lies between the two"
+        assert all(degree == 1 for degree in degrees[first + 1 : last]), "all axes in between have degree 1"
         return self._line(f"{outer}_{inner}", torch.arange(self.world_size).view(shape), first)
 
     def split_cp(self, inner: int) -> tuple[Axis, Axis]:
@@ -254,9 +254,9 @@ def warning_of_tp_over_nodes(degree: int, world: int, node: int) -> str | None:
         return None
     fitting = ", ".join(str(size) for size in range(1, node + 1) if node % size == 0)
     return (
-        f"tensor parallelism over {degree} ranks crosses nodes, which have {node} ranks each: for every layer and "
-        "microbatch 4 reductions of tokens x hidden values travel between nodes, and the compute waits for them; "
-        f"tensor_parallel.autotp_size {fitting} would keep them inside"
+        f"tensor parallelism over {degree} ranks crosses nodes, which have {node} ranks each: every layer sends 4 "
+        "reductions of tokens x hidden values per microbatch between nodes, and the compute waits for them; "
+        f"tensor_parallel.autotp_size {fitting} would keep them inside a node"
     )
 
 

@@ -26,14 +26,14 @@ def pick_device(wanted: str = "auto") -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch finds no GPU here", fix="use --device cpu")
+        raise ConfigError("device cuda was requested, but torch finds no GPU here", fix="use --device cpu")
     take_ranks()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if _bound_by_slurm(local_rank):
         local_rank = 0
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}",
+            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible on this machine",
             fix="start fewer ranks with --num_gpus, or check CUDA_VISIBLE_DEVICES",
         )
     torch.cuda.set_device(local_rank)
@@ -94,8 +94,8 @@ def init_distributed(
             raise
         place = init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
-            f"another program listens at {place}, the rendezvous address of the ranks",
+            f"the rendezvous address {place} is in use by another program",
             where="--master_port",
-            fix="leave it out, and a free port is picked and held; or name another "
-            "(MASTER_PORT, where `launch` does not start the ranks)",
+            fix="omit it, and a free port is chosen and reserved; or pass another "
+            "(MASTER_PORT, if the ranks are not started by `launch`)",
         ) from None

@@ -63,7 +63,7 @@ def take_ranks(environment: MutableMapping[str, str] | None = None, port: int = 
         raise ConfigError(
             f"{starter.command} started {world} ranks on several machines, but there is no rendezvous address",
             where="MASTER_ADDR",
-            fix=f"set MASTER_ADDR to the host of the first rank, or write `launch --hostfile ...` in the place of "
+            fix=f"set MASTER_ADDR to the host of the first rank, or use `launch --hostfile ...` instead of "
             f"{starter.command}",
         )
     env.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -126,7 +126,7 @@ def check_arguments(rank: int, world_size: int, here: tuple[int, int]) -> None:
             f"rank {asked[0]} of {asked[1]} was requested, but in the existing process group this is rank "
             f"{here[0]} of {here[1]}",
             where="init_distributed()",
-            fix="leave the arguments out, or call it before anything else starts torch.distributed",
+            fix="omit the arguments, or call it before anything else initializes torch.distributed",
         )
 
 

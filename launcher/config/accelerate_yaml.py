@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.document import Document
-from launcher.config.problems import nearest, show
+from launcher.config.problems import in_json, nearest, show
 from launcher.config.reader import read_file
 from launcher.errors import ConfigError, shortened
 from launcher.files import read_small
@@ -50,11 +50,11 @@ IDLE = {
 }  # fmt: skip
 """Keys without effect: they configure how accelerate itself starts processes."""
 ELSEWHERE = {
-    "fsdp_config": "zero_stage: 3 in deepspeed_config shards in its place",
-    "megatron_lm_config": "tensor_parallel and pipeline of the JSON",
-    "parallelism_config": "tensor_parallel and pipeline of the JSON",
+    "fsdp_config": "zero_stage: 3 in deepspeed_config",
+    "megatron_lm_config": "tensor_parallel and pipeline in the JSON",
+    "parallelism_config": "tensor_parallel and pipeline in the JSON",
     "fp8_config": "bf16 or fp16",
-    "dynamo_config": "compile of the JSON",
+    "dynamo_config": "compile in the JSON",
     "mpirun_config": "launch --launcher openmpi",
 }
 """Sections of other engines -> what to write instead."""
@@ -72,10 +72,11 @@ def read_yaml(path: str | Path) -> Document:
         return Document(Path(path).name, _built(tree, section, str(path)))
     doubled = sorted(set(section) & set(SECTIONS)) + ["mixed_precision"] * (precision_of(tree) != "no")
     if doubled:
+        them = "it" if len(doubled) == 1 else "them"
         raise ConfigError(
-            f"{', '.join(doubled)} beside {FILE}: only one of the two may set it",
+            f"{', '.join(doubled)} cannot be combined with {FILE}",
             where=str(path),
-            fix=f"write {'it' if len(doubled) == 1 else 'them'} into {section[FILE]}, and delete the key here",
+            fix=f"set {them} in {section[FILE]}, and delete {them} here",
         )
     return read_file(Path(section[FILE]))
 
@@ -90,7 +91,9 @@ def _built(tree: Mapping[str, Any], section: Mapping[str, Any], path: str) -> di
     precision = precision_of(tree)
     if precision not in PRECISIONS:
         raise ConfigError(
-            f"mixed_precision is {show(precision)}", where=path, fix=f"write one of {', '.join(PRECISIONS)}"
+            f"unsupported mixed_precision: {in_json(precision)}",
+            where=path,
+            fix=f"write one of {', '.join(PRECISIONS)}",
         )
     if precision != "no":
         made[precision] = {"enabled": True}
@@ -123,21 +126,27 @@ def checked(path: str) -> dict[str, Any]:
     tree = _parsed(path)
     section = tree.get("deepspeed_config") or {}
     if not isinstance(section, dict):
-        raise ConfigError(f"deepspeed_config is {show(section)}", where=path, fix="write a section of keys")
+        raise ConfigError(
+            f"deepspeed_config must be a section, not {show(section)}", where=path, fix="write keys in it"
+        )
     _check_keys(tree, TOP | IDLE | ELSEWHERE.keys(), path)
     _check_keys(section, {*SECTIONS, *OF_MACHINES, *OF_SCRIPT, FILE}, f"{path} deepspeed_config")
     _check_plain({key: tree[key] for key in TOP & tree.keys() - {"deepspeed_config"}} | section, path)
     for key, instead in ELSEWHERE.items():
         if tree.get(key):
-            raise ConfigError(f"{key} asks for another engine", where=path, fix=f"delete it; here: {instead}")
+            raise ConfigError(
+                f"{key} configures another engine", where=path, fix=f"delete it, and use {instead}"
+            )
     kind = tree.setdefault("distributed_type", "DEEPSPEED" if section else "NO")
     if kind not in STAGES:
         raise ConfigError(
-            f"distributed_type is {show(kind)}", where=path, fix=f"write one of {', '.join(STAGES)}"
+            f"unsupported distributed_type: {in_json(kind)}",
+            where=path,
+            fix=f"write one of {', '.join(STAGES)}",
         )
     if tree.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ConfigError(
-            f"compute_environment is {show(tree['compute_environment'])}",
+            f"unsupported compute_environment: {in_json(tree['compute_environment'])}",
             where=path,
             fix="write LOCAL_MACHINE",
         )
@@ -147,15 +156,17 @@ def checked(path: str) -> dict[str, Any]:
 def _parsed(path: str) -> dict[str, Any]:
     import yaml
 
-    text = read_small(Path(path), "accelerate's YAML", where="--config", fix="give the path of the file")
+    text = read_small(
+        Path(path), "the accelerate configuration", where="--config", fix="give the path of the file"
+    )
     try:
         tree = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         reason = shortened(" ".join(str(error).split()), 300)
-        raise ConfigError(f"this is not YAML: {reason}", where=path) from None
+        raise ConfigError(f"this is not valid YAML: {reason}", where=path) from None
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(
-            "this is not a configuration of accelerate's", where=path, fix="`accelerate config` makes one"
+            "not an accelerate configuration", where=path, fix="create one with `accelerate config`"
         )
     return tree
 
@@ -165,7 +176,7 @@ def _check_plain(values: Mapping[str, Any], path: str) -> None:
     for key, value in values.items():
         if isinstance(value, list | dict):
             kind = "a list" if isinstance(value, list) else "a section"
-            raise ConfigError(f"{key} is {kind}", where=path, fix="write one value")
+            raise ConfigError(f"{key} must be a single value, not {kind}", where=path, fix="write one value")
 
 
 def _check_keys(tree: Mapping[str, Any], known: set[str], where: str) -> None:
@@ -173,7 +184,7 @@ def _check_keys(tree: Mapping[str, Any], known: set[str], where: str) -> None:
         if key not in known:
             near = nearest(str(key), known)
             raise ConfigError(
-                f"{shortened(key)} is not a key of accelerate's",
+                f'unknown accelerate key "{shortened(key)}"',
                 where=where,
                 fix=f"did you mean {near}?" if near else "delete it",
             )

@@ -68,11 +68,11 @@ class Checker:
         for key, value in written.items():
             here, name = (*path, key), cls.spelling(key)
             if is_comment(key, value) and name not in cls.model_fields:
-                self.notes.append(Note(here, "comment", "is taken as a comment"))
+                self.notes.append(Note(here, "comment", "is treated as a comment"))
                 continue
             child = known.child(key) if known else None
             if name in values:
-                both = f"`{key}` and `{spelled[name]}` are two names of one key"
+                both = f"`{key}` and `{spelled[name]}` are two names of the same key"
                 self.problems.append(Problem(here, both, f"keep `{name}`"))
             elif name in cls.model_fields:
                 values[name], spelled[name] = value, key
@@ -172,7 +172,7 @@ class Checker:
                     continue
                 what, fix = in_words(detail)
                 if detail["type"] in BOUNDS and cls.is_unused(key, values, self.document.tree):
-                    self.notes.append(Note(here, "no effect", f"{what}, but nothing reads it here"))
+                    self.notes.append(Note(here, "no effect", f"{what}, but the key is not used here"))
                     unread[key] = values[key]
                 else:
                     self.problems.append(Problem(here, what, fix))
@@ -235,7 +235,13 @@ class Checker:
         default = child.neutral[0] if child.neutral and child is not known else True
         state = value.get(switch, default)
         if state == AUTO:
-            self.notes.append(Note((*path, switch), "differs", '"auto" is off: it is not implemented here'))
+            self.notes.append(
+                Note(
+                    (*path, switch),
+                    "differs",
+                    '"auto" is treated as off: this feature is not implemented here',
+                )
+            )
             return []
         if as_switch(state) is False or state is None or _is_neutral(child, state):
             return []

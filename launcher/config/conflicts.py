@@ -48,8 +48,8 @@ DEGREE, STAGE = f"{TENSOR}.autotp_size", f"{ZERO}.stage"
 STAGES, SCHEDULE = "pipeline.stages", "pipeline.schedule"
 NORM = f"{ZERO}.compute_grad_norm"
 REPLICAS = "fault_tolerance.replicas"
-NO_NORM = f"{NORM} is false, and"
-PIPEDREAM = f'{SCHEDULE} is "pipedream", whose stages update their weights one by one, and'
+NO_NORM = f"{NORM} is false, but"
+PIPEDREAM = f'{SCHEDULE} is "pipedream", whose stages update their weights separately, but'
 
 
 def _keywords(config: Config) -> Iterator[Found]:
@@ -61,8 +61,8 @@ def _keywords(config: Config) -> Iterator[Found]:
     for key in params.given():
         if key not in keywords and getattr(params, key) is not None:
             takers = [other for other, kind in TYPES.items() if key in kind.keywords]
-            what = f"{name} has no such keyword; it is one of {', '.join(takers)}"
-            fix = f"delete it; {name} takes {', '.join(sorted(keywords))}"
+            what = f"{name} does not have this keyword; it belongs to {', '.join(takers)}"
+            fix = f"delete it; {name} accepts {', '.join(sorted(keywords))}"
             yield Found((f"optimizer.params.{key}",), what, fix)
 
 
@@ -91,22 +91,25 @@ def _param_groups(config: Config) -> Iterator[Found]:
     lists = {key: values for key, values in used.items() if isinstance(getattr(params, key), tuple)}
     for key, values in lists.items():
         if len(values) != len(lists[first := next(iter(lists))]):
-            what = f"has {len(values)} values and {first} has {len(lists[first])}: each param group needs one"
-            yield Found((key, first), what, "write as many in both, or one number").below(PARAMS)
+            what = (
+                f"has {len(values)} values, but {first} has {len(lists[first])}: each param group needs one"
+            )
+            yield Found((key, first), what, "write as many values in both, or a single number").below(PARAMS)
             return
     for low, high in CYCLES.items():
         lows, highs = used.get(low, ()), used.get(high, ())
         for a, b in zip(lows * len(highs), highs * len(lows), strict=True):
             if b < a:
-                what = f"{b:g} is below {low} {a:g}, and a cycle goes from {low} up to {high}"
+                what = f"{b:g} is below {low} {a:g}, but a cycle goes from {low} up to {high}"
                 yield Found((high, low), what, f"swap the two, or raise {high}").below(PARAMS)
 
 
 def _batch(config: Config) -> Iterator[Found]:
     if (unfit := batch_without_ranks(config)) is not None:
         keys, unit = unfit
-        what = f"{config.train_batch_size} is not a multiple of {' x '.join(keys)}, {unit}: it fits no number of ranks"
-        yield Found((TRAIN, *keys), what, f"write a multiple of {unit}, or leave one of these keys out")
+        what = f"{config.train_batch_size} is not a multiple of {' x '.join(keys)} = {unit}: "
+        what += "no number of ranks satisfies the batch equation"
+        yield Found((TRAIN, *keys), what, f"write a multiple of {unit}, or remove one of these keys")
 
 
 def _computed(section: str, name: str) -> RuleFunction:
@@ -134,26 +137,26 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
          f'write "stage": 1, 2 or 3, or delete {ZERO}.offload_optimizer'),
     *(
         Rule((f"{ZERO}.{key}", STAGE), lambda value, stage, off=off: value > off and stage != 3,
-             f"{key} needs sharded parameters, and stage {{1}} does not shard them",
+             f"{key} needs sharded parameters, but stage {{1}} does not shard them",
              'write "stage": 3, or delete the key')
         for key, off in (("zero_hpz_partition_size", 1), ("zero_quantized_weights", False),
                          ("zero_quantized_nontrainable_weights", False))
     ),
     *(
         Rule((f"{ZERO}.{key}", STAGE), lambda value, stage: value > 0 and stage == 0,
-             f"{key} applies to shards, and stage 0 has none", "delete it")
+             f"{key} applies to shards, but stage 0 shards nothing", "delete it")
         for key in ("mics_shard_size", "zero_quantized_gradients")
     ),
     Rule((f"{ZERO}.zero_quantized_gradients", f"{ZERO}.reduce_scatter"),
          lambda quantized, scatters: quantized and not scatters,
-         "zero_quantized_gradients quantises a reduce-scatter, and reduce_scatter is false", "delete one of them"),
+         "zero_quantized_gradients quantizes a reduce-scatter, but reduce_scatter is false", "delete one of them"),
     Rule((f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"),
          lambda mics, hpz: mics > 0 and hpz > 1,
          "mics_shard_size and zero_hpz_partition_size both set the groups in which parameters are gathered",
          "keep one: MiCS if a group can hold all state, hpZ if it can hold only the parameters"),
     Rule((f"{ZERO}.mics_hierarchical_params_gather", f"{ZERO}.mics_shard_size"),
          lambda hierarchical, mics: hierarchical and mics < 0,
-         "mics_hierarchical_params_gather applies to the groups of mics_shard_size, and there are none",
+         "mics_hierarchical_params_gather applies to the groups of mics_shard_size, which is not set",
          "delete it, or write mics_shard_size"),
     Rule(("fp16.min_loss_scale", "fp16.loss_scale", "fp16.enabled"),
          lambda least, scale, on: on and least == 0 and scale == 0,
@@ -161,8 +164,8 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
          "write a min_loss_scale of at least 1, or a fixed loss_scale"),
     Rule(("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
          lambda states, weights: states and not weights,
-         "bf16.bf16_optimizer_states is true and bf16.bf16_master_weights_and_grads is false: moments have the dtype "
-         "of the weights that the optimizer steps",
+         "bf16.bf16_optimizer_states is true, but bf16.bf16_master_weights_and_grads is false: moments have the dtype "
+         "of the weights that the optimizer updates",
          "set bf16_master_weights_and_grads to true, or bf16_optimizer_states to false"),
     Rule(("comms_logger.prof_all", "comms_logger.prof_ops", "comms_logger.enabled"),
          lambda every, named, on: on and not every and not named,
@@ -172,7 +175,7 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
          "enabled and disable are both {0}, but they are opposites",
          "keep one of compile.enabled and compile.disable"),
     Rule(("compile.kwargs", "compile.backend"), lambda keywords, _: "backend" in keywords,
-         "kwargs holds a backend, which has a key of its own", "write compile.backend"),
+         "kwargs contains a backend, which has its own key", "set compile.backend instead"),
     *(
         rule
         for key in ("tp.tp_size", "partition_config.tp_size")
@@ -180,28 +183,28 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
             Rule((f"{TENSOR}.{key}", DEGREE), lambda size, degree: size not in (1, degree) and degree > 0,
                  f"{key} {{0}} contradicts autotp_size {{1}}", f"write the same number, or delete {key}"),
             Rule((f"{TENSOR}.{key}", DEGREE), lambda size, degree: size != 1 and degree == 0,
-                 f"{key} {{0}} alone splits nothing, neither here nor in DeepSpeed",
+                 f"{key} {{0}} alone has no effect, neither here nor in DeepSpeed",
                  'write "autotp_size": {0} in tensor_parallel'),
         )
     ),
     _computed("tensor_parallel", "split_rules"),
     Rule(("context_parallel.ulysses", "context_parallel.ring", "sequence_parallel_size"),
          lambda u, r, size: size > 1 and u and r and u * r != size,
-         "ulysses {0} x ring {1} is not sequence_parallel_size {2}", "write one of the two, or leave one of them out"),
+         "ulysses {0} x ring {1} is not sequence_parallel_size {2}", "make them agree, or remove one of them"),
     Rule(("context_parallel.ulysses", "context_parallel.ring", "sequence_parallel_size"),
          lambda u, r, size: size > 1 and not (u and r) and size % (u or r or 1),
          "sequence_parallel_size {2} is not a multiple of ulysses {0} or ring {1} (0: not given)",
-         "write numbers whose product is the size, or leave them out"),
+         "write numbers whose product is the size, or remove them"),
     _computed("expert_parallel", "spread_experts"),
     Rule((SCHEDULE, STAGES), lambda schedule, stages: schedule in ASYNCHRONOUS and stages == 1,
-         'schedule "{0}" needs two stages or more', 'write more stages, or "schedule": "1f1b"'),
+         'schedule "{0}" needs at least two stages', 'set more stages, or "schedule": "1f1b"'),
     Rule(("pipeline.chunks", SCHEDULE), lambda chunks, schedule: schedule == "interleaved" and chunks == 1,
-         'schedule "interleaved" with chunks 1 is "1f1b"', 'write "chunks": 2, or "schedule": "1f1b"'),
+         'schedule "interleaved" with chunks 1 is the same as "1f1b"', 'write "chunks": 2, or "schedule": "1f1b"'),
     Rule(("pipeline.chunks", SCHEDULE), lambda chunks, schedule: schedule == "zbv" and chunks not in (None, 2),
-         'chunks {0} does not fit schedule "zbv", whose ranks have 2', 'write "chunks": 2, or leave it out'),
+         'schedule "zbv" has 2 chunks per rank, not {0}', 'write "chunks": 2, or remove it'),
     Rule(("pipeline.chunks", SCHEDULE), lambda chunks, schedule: schedule not in CHUNKS and chunks not in (None, 1),
-         'chunks {0} does not fit schedule "{1}", whose ranks have one',
-         'write "schedule": "interleaved", or leave chunks out'),
+         'schedule "{1}" has one chunk per rank, not {0}',
+         'write "schedule": "interleaved", or remove chunks'),
     Rule(("optimizer.params.min_coeff", "optimizer.params.max_coeff"),
          lambda low, high: None not in (low, high) and low > high,
          "{0:g} is more than max_coeff, {1:g}", "write a smaller number"),
@@ -215,7 +218,8 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
     ),
     Rule((f"{PARAMS}.total_steps", f"{PARAMS}.epochs", f"{PARAMS}.steps_per_epoch"),
          lambda total, epochs, steps: total is None and None in (epochs, steps),
-         "is required, or both epochs and steps_per_epoch are", "write the number of optimizer steps of the run"),
+         "is required unless both epochs and steps_per_epoch are set",
+         "write the number of optimizer steps of the run"),
     _computed("data_efficiency", "curriculum"),
     _computed("elasticity", "elastic"),
 )  # fmt: skip
@@ -224,12 +228,12 @@ WITHIN: tuple[Rule | RuleFunction, ...] = (
 ACROSS: tuple[Rule | RuleFunction, ...] = (
     _batch,
     Rule(("fp16.enabled", "bf16.enabled"), lambda fp16, bf16: fp16 and bf16,
-         "fp16.enabled and bf16.enabled are both true, but parameters have one dtype",
+         "fp16.enabled and bf16.enabled are both true, but parameters can have only one dtype",
          "set one of fp16.enabled and bf16.enabled to false"),
     *(
         Rule(("torch_autocast.enabled", f"{section}.enabled", "torch_autocast.dtype"),
              lambda casts, on, dtype, section=section: casts and on and (dtype or "bf16") != section,
-             f"torch_autocast.enabled and {section}.enabled are both true, with two dtypes",
+             f"torch_autocast.enabled and {section}.enabled are both true, with different dtypes",
              f'set {section}.enabled to false to keep float32 weights, or write "dtype": "{section}" in torch_autocast')
         for section in ("fp16", "bf16")
     ),
@@ -237,44 +241,44 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
         Rule(("data_types.param_dtype", f"{section}.enabled"),
              lambda dtype, on, section=section: dtype is not None and (dtype == section) != on,
              f"data_types.param_dtype contradicts {section}.enabled, which sets the dtype of parameters",
-             f"leave param_dtype out, or make it agree with {section}.enabled")
+             f"remove param_dtype, or make it agree with {section}.enabled")
         for section in ("fp16", "bf16")
     ),
     Rule((f"{TENSOR}.dtype", "bf16.enabled", "fp16.enabled", DEGREE),
          lambda dtype, bf16, fp16, tp: tp > 1 and dtype not in (None, "fp16" if fp16 else "bf16" if bf16 else "fp32"),
          f"{TENSOR}.dtype contradicts fp16.enabled and bf16.enabled, which set the dtype of parameters",
-         "leave dtype out, or make them agree"),
+         "remove dtype, or make them agree"),
     Rule((f"{TENSOR}.sequence_parallel", "activation_checkpointing.partition_activations", DEGREE),
          lambda sliced, partitioned, degree: sliced and partitioned and degree > 1,
          f"{TENSOR}.sequence_parallel gives each rank a slice of a block's inputs, but "
-         "partition_activations is for inputs that all ranks hold",
+         "partition_activations needs inputs that all ranks hold",
          "delete activation_checkpointing.partition_activations: the saved inputs are split already"),
     Rule((f"{TENSOR}.sequence_parallel", "tiled_loss", DEGREE),
          lambda sliced, tiled, degree: sliced and tiled and degree > 1,
-         f"{TENSOR}.sequence_parallel gives each rank a slice of the head's input, which tiled_loss cannot cut again",
-         f"set {TENSOR}.sequence_parallel to false, or leave tiled_loss out"),
+         f"{TENSOR}.sequence_parallel gives each rank a slice of the LM head's input, which tiled_loss cannot split",
+         f"set {TENSOR}.sequence_parallel to false, or remove tiled_loss"),
     Rule(("managed_gradient_accumulation", STAGES), lambda managed, stages: not managed and (stages or 1) > 1,
-         f"managed_gradient_accumulation is false, and {STAGES} above 1 needs all microbatches of a step at once",
+         f"managed_gradient_accumulation is false, but {STAGES} above 1 needs all microbatches of a step at once",
          f"set managed_gradient_accumulation to true, or {STAGES} to 1"),
     Rule(("pipeline.activation_checkpoint_interval", "activation_checkpointing.number_checkpoints"),
          lambda interval, number: interval and number is not None,
-         "pipeline.activation_checkpoint_interval and activation_checkpointing.number_checkpoints both choose "
+         "pipeline.activation_checkpoint_interval and activation_checkpointing.number_checkpoints both set "
          "which blocks are recomputed", "delete one of them"),
     Rule((REPLICAS, "checkpoint.peer_memory.every"), lambda replicas, every: replicas > 1 and every,
-         "replicas hold each other's state: copies in memory are not needed",
+         "replicas already hold each other's state: in-memory copies are not needed",
          "delete checkpoint.peer_memory, or fault_tolerance"),
     Rule((REPLICAS, "elasticity.enabled"), lambda replicas, on: replicas > 1 and on,
-         "replicas come and go without a restart, and elasticity changes the batch at a restart",
+         "replicas leave and join without a restart, but elasticity changes the batch only at a restart",
          "delete elasticity, or fault_tolerance"),
     Rule((REPLICAS, SCHEDULE), lambda replicas, schedule: replicas > 1 and schedule == "pipedream",
-         f"{PIPEDREAM} replicas average gradients before a step of all", 'write another schedule, such as "1f1b"'),
+         f"{PIPEDREAM} replicas average gradients before a joint step", 'write another schedule, such as "1f1b"'),
     Rule(("replica_check.replay_every", SCHEDULE),
          lambda every, schedule: every and schedule in ASYNCHRONOUS,
-         "replica_check.replay_every computes the microbatches of a step twice with the same weights, and an "
+         "replica_check.replay_every computes the microbatches of a step twice with the same weights, but an "
          "asynchronous schedule changes weights between them", 'write another schedule, such as "1f1b"'),
     Rule(("replica_check.resting", SCHEDULE), lambda resting, schedule: resting and schedule in ASYNCHRONOUS,
-         "replica_check.resting compares weights before a step with those after the step before, and an asynchronous "
-         "schedule changes them in between", 'write another schedule, such as "1f1b", or leave resting out'),
+         "replica_check.resting compares weights before a step with those after the previous step, but an asynchronous "
+         "schedule changes them in between", 'write another schedule, such as "1f1b", or remove resting'),
     Rule((NORM, "gradient_clipping"), lambda norm, clipping: not norm and clipping != 0,
          f"{NO_NORM} gradient_clipping needs the norm", "set gradient_clipping to 0, or compute_grad_norm to true"),
     Rule((NORM, "fp16.enabled"), lambda norm, fp16: not norm and fp16,
@@ -283,7 +287,7 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
          f"{NO_NORM} bf16.check_grad_overflow needs the norm",
          "set bf16.check_grad_overflow to false, or compute_grad_norm to true"),
     Rule(("gradient_clipping", SCHEDULE), lambda clipping, schedule: clipping != 0 and schedule == "pipedream",
-         f"{PIPEDREAM} gradient_clipping (1.0 if left out) needs the norm of all stages",
+         f"{PIPEDREAM} gradient_clipping (1.0 if not set) needs the norm of all stages",
          'write "gradient_clipping": 0, or "schedule": "2bw"'),
     *(
         Rule((key, SCHEDULE, f"{key.partition('.')[0]}.enabled"),
@@ -298,11 +302,11 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
     ),
     Rule(("gradient_accumulation_steps", SCHEDULE, STAGES),
          lambda steps, schedule, stages: schedule == "2bw" and steps is not None and steps < (stages or 1),
-         f'{SCHEDULE} "2bw" needs as many microbatches in a step as {STAGES}, or more',
+         f'{SCHEDULE} "2bw" needs at least as many microbatches per step as {STAGES}',
          f"raise gradient_accumulation_steps, or lower {STAGES}"),
     *(
         Rule((key, "elasticity"), other,
-             f"elasticity.enabled sets the batch size, and {key} sets another",
+             f"elasticity.enabled sets the batch size, but {key} sets a different one",
              f'delete {key}, or write "ignore_non_elastic_batch_info": true in elasticity')
         for key, other in (
             (TRAIN, lambda train, section: section.only_batch and train not in (None, section.only_batch.train)),
@@ -311,31 +315,31 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
     ),
     Rule(("elasticity.model_parallel_size", STAGES, DEGREE, "elasticity.enabled"),
          lambda size, stages, degree, on: on and (size != stages * (degree or 1) if stages else size % (degree or 1)),
-         f"elasticity.model_parallel_size (1 if left out) is not {STAGES} x {DEGREE}", "write their product"),
+         f"elasticity.model_parallel_size (1 if not set) is not {STAGES} x {DEGREE}", "write their product"),
     Rule((f"{PARAMS}.cycle_momentum", "optimizer.type", "scheduler.type"),
          lambda on, kind, schedule: on and schedule in TORCH and not {"betas", "momentum"} & {*TYPES[kind].keywords},
          "is true by default, but the optimizer {1} has no momentum",
          'write "cycle_momentum": false, or use an optimizer with momentum'),
     *(
         Rule(("optimizer.type", DEGREE), lambda kind, degree, wanted=wanted: kind == wanted and degree > 1,
-             f"{wanted} is not implemented over tensor-parallel ranks yet: it needs whole matrices",
+             f"{wanted} is not implemented with tensor parallelism yet: it needs whole matrices",
              'write another optimizer, for example "AdamW", or "autotp_size": 1')
         for wanted in ("Lamb", "Muon")
     ),
     Rule(("optimizer.type", "expert_parallel"), lambda kind, section: kind == "Lamb" and section.degree > 1,
-         "Lamb needs the norms of whole parameters, and experts are spread over ranks",
-         'write another optimizer, for example "AdamW", or leave expert_parallel out'),
+         "Lamb needs the norms of whole parameters, but experts are distributed over ranks",
+         'write another optimizer, for example "AdamW", or remove expert_parallel'),
     Rule(("compile", "expert_parallel"), lambda section, experts: section.on and experts.degree > 1,
-         "compile is not implemented for experts that are spread over ranks yet",
-         "delete compile, or leave expert_parallel out"),
+         "compile is not implemented with expert parallelism yet",
+         "delete compile, or expert_parallel"),
     Rule((SCHEDULE, STAGE), lambda schedule, stage: schedule in ASYNCHRONOUS and stage == 3,
-         f"{SCHEDULE} keeps older weights, which is not implemented for {STAGE} 3",
+         f"an asynchronous {SCHEDULE} keeps older weights, which is not implemented for {STAGE} 3",
          'write "stage": 2 or less, or "schedule": "1f1b"'),
     Rule(("compile", DEGREE), lambda section, degree: section.on and degree > 1,
-         "compile is not implemented over tensor-parallel ranks yet", 'delete compile, or write "autotp_size": 1'),
+         "compile is not implemented with tensor parallelism yet", 'delete compile, or write "autotp_size": 1'),
     Rule((f"{ZERO}.offload_optimizer.device", "optimizer.type"),
          lambda device, kind: device == "nvme" and kind in ("Lamb", "Muon"),
-         "the optimizer needs whole parameters, but is given only parts of them",
+         "the optimizer needs whole parameters, but offload to NVMe gives it only parts of them",
          'write "device": "cpu", or another optimizer'),
 )  # fmt: skip
 """Conflicts between keys of several sections."""

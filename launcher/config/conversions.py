@@ -37,19 +37,19 @@ ONE_BIT_KEYS = (
 )  # fmt: skip
 DROPPED = {
     **{f"bf16.{key}": NO_LOSS_SCALE for key in LOSS_SCALE},
-    "bf16.auto_cast": "floating-point inputs follow the model",
+    "bf16.auto_cast": "floating-point inputs follow the dtype of the model",
     "bf16.opt_level": "an option of Apex",
-    "fp16.opt_level": "an option of Apex; fp16 here is what Apex called O2",
-    "fp16.fp16_opt_level": "an option of Apex; fp16 here is what Apex called O2",
+    "fp16.opt_level": "an option of Apex; `fp16` corresponds to its level O2",
+    "fp16.fp16_opt_level": "an option of Apex; `fp16` corresponds to its level O2",
     "fp16.fp16_backend": "an option of an old trainer",
     "fp16.backend": "an option of an old trainer",
     **{f"optimizer.params.{key}": ONE_BIT for key in ONE_BIT_KEYS},
     "disable_allgather": "had no effect in DeepSpeed either",
-    "sparse_gradients": "gradients of embeddings travel dense; the numbers are the same",
-    "cuda_visible_devices": "DeepSpeed never read it; the environment's CUDA_VISIBLE_DEVICES chooses the GPUs",
+    "sparse_gradients": "gradients of embeddings are reduced as dense tensors; the result is the same",
+    "cuda_visible_devices": "DeepSpeed never read it; the environment variable CUDA_VISIBLE_DEVICES selects the GPUs",
     "seed": "DeepSpeed never read it; the flag --seed of the recipes sets the seed",
-    "zero_optimization.legacy_stage1": "there is only one stage 1",
-    "zero_optimization.grad_hooks": "never was a key of DeepSpeed's code",
+    "zero_optimization.legacy_stage1": "there is only one implementation of stage 1",
+    "zero_optimization.grad_hooks": "was never a key in DeepSpeed's code",
     "zero_optimization.offload_optimizer.buffer_size": "never had an effect here; it is a key of offload_param",
 }
 """Path -> why it can be removed without changing the training."""
@@ -99,14 +99,16 @@ def _boolean_zero(work: Rewriter) -> None:
             tree["allgather_bucket_size"] = size
         work.put("zero_optimization", tree, f'write {{"stage": {int(written)}}}')
     if work.has("allgather_size"):
-        left_out = "removed: it only went with the old switch"
+        left_out = "removed: it applied only to the old boolean `zero_optimization`"
         moved = "write `zero_optimization.allgather_bucket_size`"
         work.drop("allgather_size", moved if written is True else left_out)
 
 
 def _cpu_offload(work: Rewriter) -> None:
     """Convert the switches that preceded the offload sections to these sections."""
-    pin = work.take("zero_optimization.cpu_offload_use_pin_memory", "write `pin_memory` in the section")
+    pin = work.take(
+        "zero_optimization.cpu_offload_use_pin_memory", "write `pin_memory` in the offload section"
+    )
     for old, section in (
         ("cpu_offload", "offload_optimizer"),
         ("cpu_offload_param", "offload_param"),
@@ -118,7 +120,7 @@ def _cpu_offload(work: Rewriter) -> None:
         if work.switch(path) is False:
             work.drop(path, f"removed: without `{section}` nothing is offloaded")
         elif work.get(new) is not None:
-            work.problem(path, f"is written beside `{new}`, which replaced it", f"delete `{old}`")
+            work.problem(path, f"is set together with `{new}`, which replaced it", f"delete `{old}`")
         else:
             tree = {"device": "cpu"} | ({"pin_memory": pin} if as_switch(pin) is not None else {})
             work.replace(path, new, tree, f'write `{new}`: {{"device": "cpu"}}')
@@ -129,7 +131,7 @@ def _zero_sizes(work: Rewriter) -> None:
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         path = f"zero_optimization.{key}"
         if work.get(path) == 0 and not isinstance(work.get(path), bool):
-            work.drop(path, "removed: no bucket holds 0 elements; it has its default")
+            work.drop(path, "removed: a bucket cannot hold 0 elements; the default applies")
 
 
 def _fp16_switch(work: Rewriter) -> None:
@@ -149,7 +151,9 @@ def _checkpoint_activations(work: Rewriter) -> None:
     if value is False:
         work.drop("checkpoint_activations", f"removed: without `{new}` nothing is recomputed")
     elif value is True and not work.has(new):
-        work.replace("checkpoint_activations", new, {}, f"write `{new}`: {{}}; DeepSpeed never read it")
+        work.replace(
+            "checkpoint_activations", new, {}, f"write `{new}`: {{}}; DeepSpeed never read the old key"
+        )
 
 
 def _fp32_allreduce(work: Rewriter) -> None:
@@ -169,12 +173,12 @@ def _amp(work: Rewriter) -> None:
     level = amp.get("opt_level", "O1")
     on = as_switch(amp.get("enabled"))
     if on is False or amp.get("enabled") in (None, "auto") or level == "O0":
-        work.drop("amp", "removed: Apex is off")
+        work.drop("amp", "removed: Apex is disabled")
     elif on and level in ("O1", "auto") and not work.has("torch_autocast"):
         tree = {"enabled": True, "dtype": "float16"}
-        work.replace("amp", "torch_autocast", tree, "Apex O1 is `torch_autocast` in float16")
+        work.replace("amp", "torch_autocast", tree, "Apex O1 corresponds to `torch_autocast` in float16")
     elif on and level in ("O2", "O3") and not work.has("fp16"):
-        work.replace("amp", "fp16", {"enabled": True}, f"Apex {level} is `fp16`")
+        work.replace("amp", "fp16", {"enabled": True}, f"Apex {level} corresponds to `fp16`")
 
 
 def _one_bit(work: Rewriter) -> None:
@@ -182,7 +186,7 @@ def _one_bit(work: Rewriter) -> None:
     name = work.get("optimizer.type")
     new = plain.get(name.lower()) if isinstance(name, str) else None
     if new is not None:
-        what = f'"{name}" "{new}", the same steps with gradients that are not compressed'
+        what = f'"{name}" is replaced by "{new}": the same updates, without gradient compression'
         work.put("optimizer.type", new, what)
 
 
@@ -193,7 +197,7 @@ def _curriculum(work: Rewriter) -> None:
     if not isinstance(section, dict) or not section.keys() <= CURRICULUM:
         return
     if as_switch(section.get("enabled", False)) is False:
-        work.drop(old, "removed: it is off")
+        work.drop(old, "removed: it is disabled")
         return
     if section.get("curriculum_type", "seqlen") != "seqlen" or work.has(new):
         return
@@ -214,7 +218,7 @@ def _monitor_config(work: Rewriter) -> None:
         return
     for key in list(section):
         if key in ("tensorboard", "wandb", "csv_monitor", "comet") and not work.has(key):
-            work.move(f"monitor_config.{key}", key, f"write `{key}` at the top")
+            work.move(f"monitor_config.{key}", key, f"write `{key}` at the top level")
     if not work.get("monitor_config") or work.get("monitor_config") == {"enabled": False}:
         work.drop("monitor_config", None)
 
@@ -225,7 +229,7 @@ def _compression(work: Rewriter) -> None:
     if not isinstance(section, dict) or not section.keys() <= COMPRESSION:
         return
     if section and all(_is_off(technique) for technique in section.values()):
-        work.drop("compression_training", "removed: none of its techniques is on")
+        work.drop("compression_training", "removed: none of its techniques is enabled")
 
 
 def _is_off(technique: Any) -> bool:
@@ -286,19 +290,19 @@ def converted_paths() -> Iterator[tuple[str, str]]:
 
 OTHERS = {
     "zero_optimization: true": '`zero_optimization`: {"stage": 1}',
-    "allgather_size": "`zero_optimization.allgather_bucket_size`, with the switch above; else removed",
+    "allgather_size": "`zero_optimization.allgather_bucket_size` if `zero_optimization` is true; else removed",
     "zero_optimization.cpu_offload": '`zero_optimization.offload_optimizer`: {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": '`zero_optimization.offload_param`: {"device": "cpu"}',
     "zero_optimization.cpu_offload_params": '`zero_optimization.offload_param`: {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": "`pin_memory` of the offload section",
-    "zero_optimization.reduce_bucket_size: 0": "removed: it has its default",
+    "zero_optimization.reduce_bucket_size: 0": "removed: the default applies",
     "fp16.fp16": "`fp16.enabled`",
-    "checkpoint_activations": "`activation_checkpointing`: {} when true, else removed",
+    "checkpoint_activations": "`activation_checkpointing`: {} if true, else removed",
     "fp32_allreduce": '`communication_data_type`: "fp32"',
     "amp": "`torch_autocast` in float16 for O1, `fp16` for O2 and O3",
-    "optimizer.type: OneBitAdam, ZeroOneAdam, OneBitLamb": "Adam, Adam, Lamb, without compression",
+    "optimizer.type: OneBitAdam, ZeroOneAdam, OneBitLamb": "Adam, Adam, Lamb, without gradient compression",
     "curriculum_learning": "`data_efficiency.data_sampling.curriculum_learning` with the metric `seqlen`",
-    "monitor_config": "its members at the top",
-    "compression_training": "removed, when none of its techniques is on",
+    "monitor_config": "its members at the top level",
+    "compression_training": "removed if none of its techniques is enabled",
 }
 """Descriptions of what the functions in RULES do."""

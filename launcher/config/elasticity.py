@@ -29,7 +29,7 @@ SHOWN = 12
 
 def _version(value: Any) -> Any:
     if isinstance(value, bool) or value not in (0.1, 0.2):
-        raise complaint(f"must be 0.1 or 0.2, not {show(value)}", "write 0.2, or leave it out")
+        raise complaint(f"must be 0.1 or 0.2, not {show(value)}", "write 0.2, or remove it")
     return float(value)
 
 
@@ -45,12 +45,12 @@ class ElasticityConfig(Section):
     """
 
     without_effect: ClassVar[dict[str, str]] = {
-        "min_time": "the number of ranks changes only at a restart, and no run is restarted to change it",
+        "min_time": "the number of ranks changes only at a restart, and runs are not restarted for that purpose",
     }
     differs: ClassVar[dict[str, str]] = {
-        "enabled": "DeepSpeed had it until 0.19.6; 0.19.8 refuses the section",
-        "version": "0.2 also refuses numbers of ranks that are not allowed; DeepSpeed uses another batch size there",
-        "model_parallel_size": "must be pipeline stages x tensor-parallel ranks of this file",
+        "enabled": "DeepSpeed supported it until 0.19.6; 0.19.8 rejects the section",
+        "version": "0.2 also rejects numbers of ranks that are not allowed; DeepSpeed uses another batch size for them",
+        "model_parallel_size": "must be pipeline stages x tensor-parallel degree of this file",
     }
 
     enabled: bool = False
@@ -141,7 +141,7 @@ def solve(
     """
     section, ranks = config.elasticity, config.pipeline.degree * config.tensor_parallel.degree
     if section.value_of("model_parallel_size") != ranks:
-        what = f"{section.value_of('model_parallel_size')} contradicts the {ranks} ranks that share a copy of the model"
+        what = f"{section.value_of('model_parallel_size')} is not pipeline stages x tensor-parallel degree, {ranks}"
         raise BatchError(Problem(("elasticity", "model_parallel_size"), what, f"write {ranks}"))
     batch = section.batch
     assert batch is not None and section.micro_batch_sizes is not None  # checked in section_conflicts.py
@@ -152,7 +152,7 @@ def solve(
     for key, value in zip(BATCH_KEYS, triple, strict=True):
         if given.get(key) not in (None, value) and not section.value_of("ignore_non_elastic_batch_info"):
             what = f"{given[key]} ({sources.get(key, 'given')}) contradicts elasticity, which sets {value}"
-            fix = 'leave it out, or write "ignore_non_elastic_batch_info": true in elasticity'
+            fix = 'remove it, or write "ignore_non_elastic_batch_info": true in elasticity'
             raise BatchError(Problem((key,), what, fix))
     return triple
 
@@ -161,7 +161,7 @@ def refusal(section: ElasticityConfig, ranks: int) -> Problem:
     """Return the problem that `ranks` ranks are not allowed."""
     sizes = section.world_sizes or ()
     near = [*[size for size in sizes if size < ranks][-1:], *[size for size in sizes if size > ranks][:1]]
-    what = f"{ranks} ranks are not allowed; these numbers are: {few(sizes)}"
+    what = f"{ranks} ranks are not allowed; allowed numbers: {few(sizes)}"
     return Problem(("elasticity",), what, f"start {' or '.join(map(str, near))} ranks")
 
 

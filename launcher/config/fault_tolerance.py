@@ -20,7 +20,7 @@ def _any_case(value: Any) -> Any:
 
 def _writes_something(value: Any) -> Any:
     if value == "mock":
-        raise complaint('"mock" writes no checkpoint', "leave it out, and do not call save_checkpoint()")
+        raise complaint('"mock" writes no checkpoint', "remove it, and do not call save_checkpoint()")
     return value
 
 
@@ -40,18 +40,18 @@ class WriterConfig(Section):
 
     without_effect: ClassVar[dict[str, str]] = {
         "type": "torch.distributed.checkpoint writes every file",
-        "io_buffer_size": "it tunes DeepSpeed's fast writer, and torch.distributed.checkpoint writes here",
-        "io_buffer_double": "it tunes DeepSpeed's fast writer, and torch.distributed.checkpoint writes here",
-        "io_multiplier": "it tunes DeepSpeed's fast writer, and torch.distributed.checkpoint writes here",
+        "io_buffer_size": "it tunes DeepSpeed's fast writer; here torch.distributed.checkpoint writes the files",
+        "io_buffer_double": "it tunes DeepSpeed's fast writer; here torch.distributed.checkpoint writes the files",
+        "io_multiplier": "it tunes DeepSpeed's fast writer; here torch.distributed.checkpoint writes the files",
         "data_parallel": "every rank always writes its own slice of every tensor",
     }
     differs: ClassVar[dict[str, str]] = {
         "decoupled": "a thread of each rank writes a copy of the state, over several steps if needed; "
-        "DeepSpeed: another process, and the next optimizer step waits for it",
+        "DeepSpeed uses another process, and the next optimizer step waits for it",
     }
 
     type: Annotated[Literal["python", "fast"], BeforeValidator(_writes_something)] = "fast"
-    """DeepSpeed's writer; all of them write the same. "mock" is refused: it writes nothing."""
+    """DeepSpeed's writer; all writers produce the same files. "mock" is refused: it writes nothing."""
 
     io_buffer_size: Count = 64 * 1024 * 1024
     """Bytes of the fast writer's buffer."""
@@ -60,7 +60,7 @@ class WriterConfig(Section):
     """The fast writer has two buffers."""
 
     io_multiplier: Count = 1
-    """Files per writer of DeepSpeed."""
+    """Files per DeepSpeed writer."""
 
     show_statistics: bool = False
     """Rank 0 prints bytes, seconds and MB/s of each save; with node-local storage, those of its node."""
@@ -90,19 +90,19 @@ class PeerMemoryConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints; they are independent of the topology, whatever is set here."""
+    """Checkpoints. They are independent of the topology, regardless of these keys."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        "load_universal": "every checkpoint loads on any number of ranks at any stage: DeepSpeed's own, and those in "
-        "its universal layout, too",
-        "checkpoint_serialization": "torch.distributed.checkpoint writes the files, and has one format",
+        "load_universal": "every checkpoint, also DeepSpeed's own and universal ones, loads on any number of ranks "
+        "at any stage",
+        "checkpoint_serialization": "torch.distributed.checkpoint writes the files and has only one format",
     }
     differs: ClassVar[dict[str, str]] = {
         "keep_last": "a key of this launcher",
         "keep_every": "a key of this launcher",
         "peer_memory": "a key of this launcher",
-        "tag_validation": "ranks that disagree all save under rank 0's tag; in DeepSpeed each saves under its own",
-        "use_node_local_storage": "such a checkpoint loads only on the same ranks of the same nodes",
+        "tag_validation": "if tags differ, all ranks save under rank 0's; in DeepSpeed, each saves under its own",
+        "use_node_local_storage": "such a checkpoint can be loaded only on the same ranks of the same nodes",
     }
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_any_case)] = "Warn"
@@ -162,7 +162,7 @@ class FaultToleranceConfig(Section):
 class ReplicaCheckConfig(Section):
     """Compare replicated values bit for bit across ranks.
 
-    This detects faults of memory or of a processor, and scripts that change weights on some ranks only, and
+    This detects memory and processor faults, and scripts that change weights on some ranks only, and
     names the ranks and the parameters. The compared values are the parameters at stages 0 to 2, and those
     that stage 3 does not shard; at stage 0, and between the groups of MiCS, the optimizer state too. Sharded
     state has no replica: `resting` and `replay_every` detect faults in it. Offloaded state is not checked.
@@ -180,8 +180,8 @@ class ReplicaCheckConfig(Section):
     number for each."""
 
     action: Annotated[Literal["stop", "warn"], BeforeValidator(lower)] = "stop"
-    """"stop" raises on all ranks before the step is made. "warn" continues: for stage 0 on processors of
-    several kinds, which may round differently."""
+    """"stop" raises on all ranks before the step. "warn" continues; use it for stage 0 on processors of
+    different types, which may round differently."""
 
     resting: bool = False
     """Take checksums of this rank's shard, master weights and optimizer state after each step, and verify
@@ -207,9 +207,9 @@ def of_replica(config: Config) -> Config:
         return config
     if batch % replicas:
         raise ConfigError(
-            f"train_batch_size {batch} is not a multiple of {replicas} replicas",
+            f"train_batch_size {batch} is not a multiple of fault_tolerance.replicas {replicas}",
             where=config.where("train_batch_size"),
-            fix=f"write {batch // replicas * replicas or replicas}, or leave it out",
+            fix=f"write {batch // replicas * replicas or replicas}, or remove it",
         )
     return config.model_copy(update={"train_batch_size": batch // replicas})
 
@@ -220,7 +220,7 @@ def check_replicas_are_started(config: Config) -> None:
 
     if REPLICAS not in os.environ:
         raise ConfigError(
-            "replicas are started by `launch`, for its recipes: this process is none",
+            "fault_tolerance.replicas needs a recipe started with `launch`; this process was not",
             where=config.where("fault_tolerance.replicas"),
-            fix="launch --config DS.json pretrain ..., or leave fault_tolerance out",
+            fix="run `launch --config DS.json pretrain ...`, or remove fault_tolerance",
         )

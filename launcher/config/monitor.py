@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from launcher.config.problems import show
+from launcher.config.problems import in_json, show
 from launcher.config.section import Count, Section, WholeNumber, complaint
 
 PACKAGES = {
@@ -170,7 +170,7 @@ class PrometheusConfig(Section):
     """Write the file."""
 
     textfile: Annotated[str, Field(min_length=1)] = "training.prom"
-    """Path of the file, in the collector's directory, where its name must end with .prom."""
+    """Path of the file in the collector's directory; its name must end in .prom."""
 
     job_name: str = "launcher"
     """Label `job` of each metric."""
@@ -201,7 +201,9 @@ def _operations(names: Any) -> Any:
         raise complaint(f"must be a list of operations, not {show(names)}", 'write ["all_reduce", ...]')
     for name in names:
         if name not in OPERATIONS:
-            raise complaint(f"names {show(name)}, which is not an operation", f"use {', '.join(OPERATIONS)}")
+            raise complaint(
+                f"contains {in_json(name)}, which is not an operation", f"use {', '.join(OPERATIONS)}"
+            )
     return tuple(names)
 
 
@@ -215,7 +217,7 @@ class FlopsProfilerConfig(Section):
 
     differs: ClassVar[dict[str, str]] = {
         "enabled": "counts the backward too, instead of assuming twice the forward; operations are counted one "
-        "step before their time is measured, so that counting does not slow what is timed",
+        "step before their time is measured, so that counting does not slow down the timed step",
     }
 
     without_effect: ClassVar[dict[str, str]] = {
@@ -251,8 +253,8 @@ class CommsLoggerConfig(Section):
     """
 
     differs: ClassVar[dict[str, str]] = {
-        "enabled": "collectives keep overlapping with compute while they are timed, and the time that a "
-        "rank was blocked is shown too; overlap_comm false times each one by itself",
+        "enabled": "collectives still overlap with compute while they are timed, and the time that a rank "
+        "was blocked is shown too; with overlap_comm false, each one is timed separately",
         "debug": "names the unit and the phase that started it, not the Python function",
     }
 
@@ -288,7 +290,7 @@ class ThroughputConfig(Section):
     """Synchronize with the device at both ends; false measures how fast work is enqueued."""
 
     differs: ClassVar[dict[str, str]] = {
-        "enabled": "nothing is measured or waited for unless `steps_per_print` asks for lines"
+        "enabled": "nothing is measured or synchronized unless `steps_per_print` is set"
     }
 
 

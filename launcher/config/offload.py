@@ -38,7 +38,7 @@ class OffloadParamConfig(OffloadConfig):
     """Store parameters off the device. Stage 3."""
 
     differs: ClassVar[dict[str, str]] = {
-        "buffer_size": "a parameter may be larger; buffers are as large as what is read, and are not reserved",
+        "buffer_size": "a parameter may be larger; buffers have the size of what is read and are not preallocated",
     }
 
     buffer_count: Count = 5
@@ -56,14 +56,14 @@ class OffloadOptimizerConfig(OffloadConfig):
     """Store optimizer state off the device and step it on the CPU. Stages 1 to 3."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        "super_offload": "offloaded state is stepped on the CPU by all threads, during the backward if the "
-        "step needs no value of the whole gradient",
-        "cpuadam_cores_perc": "OMP_NUM_THREADS says how many threads step",
-        "fast_init": "states are written once a step has created them; there is nothing to write before",
+        "super_offload": "offloaded state is updated on the CPU by all threads, and during backward if the "
+        "update does not need the whole gradient (for its norm, for example)",
+        "cpuadam_cores_perc": "OMP_NUM_THREADS sets the number of optimizer threads",
+        "fast_init": "optimizer states are written after the step that creates them; initialization writes nothing",
     }
     differs: ClassVar[dict[str, str]] = {
-        "device": '"nvme" works at stages 1 to 3; DeepSpeed: at stage 3',
-        "ratio": "works at stages 1 to 3, buffer by buffer; DeepSpeed: only at stage 3",
+        "device": '"nvme" works at stages 1 to 3; in DeepSpeed only at stage 3',
+        "ratio": "works at stages 1 to 3, in units of whole buffers; in DeepSpeed only at stage 3",
         "pipeline_read": "on by default",
         "pipeline_write": "on by default",
     }
@@ -80,7 +80,7 @@ class OffloadOptimizerConfig(OffloadConfig):
     """Read the next flat buffer from NVMe while the current one is stepped."""
 
     pipeline_write: bool = True
-    """Write an updated group to NVMe while the next one is stepped. False: write it first."""
+    """Write an updated group to NVMe while the next one is stepped. False: finish writing it first."""
 
     fast_init: bool = False
     """Faster initialization with NVMe."""
@@ -136,9 +136,9 @@ class AioConfig(Section):
     """Asynchronous I/O of NVMe offload. `launch bench io PATH` finds the best values for a directory."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        "single_submit": "every request is a system call of its own",
-        "overlap_events": "a request never waits for earlier ones; there is nothing to gain by it",
-        "use_gds": "what moves between a GPU and a disk goes through page-locked host memory",
+        "single_submit": "every request is a separate system call",
+        "overlap_events": "requests never wait for earlier ones",
+        "use_gds": "transfers between GPU and disk go through page-locked host memory",
     }
 
     block_size: Count = 1_048_576

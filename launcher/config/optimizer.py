@@ -95,8 +95,8 @@ TYPES: dict[str, OptimizerType] = {**TORCH, **OWN, **FROM_PACKAGES}
 
 NOT_ON_SHARDS: dict[str, str] = {
     "LBFGS": "evaluates the loss several times within a step",
-    "SparseAdam": "needs sparse gradients, and gradients are flat buffers here",
-    "Adafactor": "keeps row and column means of whole matrices, which are not cut as parameters are",
+    "SparseAdam": "needs sparse gradients, but gradients are dense flat buffers here",
+    "Adafactor": "keeps row and column means of whole matrices, which are not sharded like parameters",
 }
 """torch.optim classes that cannot step here -> why."""
 
@@ -143,15 +143,14 @@ class OptimizerParams(Section):
         "set_grad_none": "gradients are flat buffers that the next backward overwrites; there is nothing to set",
     }
     differs: ClassVar[dict[str, str]] = {
-        "amsgrad": "DeepSpeed's own Adam refuses true; here it is torch's AMSGrad",
+        "amsgrad": "DeepSpeed's own Adam rejects true; here it is torch's AMSGrad",
         "torch_adam": "Adam is always torch's here; the key only changes AdamW's default weight decay to torch's 0.01",
-        "fp32_optimizer_states": "on every device, not only for the CPU Adam of offload; moments are never float16, "
-        "in which an eps of 1e-8 is 0",
-        "max_coeff": "the trust ratio is computed over the whole parameter at every stage; DeepSpeed's "
-        "Lamb under ZeRO takes the "
-        "norms of the flat partition of a rank",
+        "fp32_optimizer_states": "applies on every device, not only to the CPU Adam of offload; moments are never "
+        "float16, in which an eps of 1e-8 is 0",
+        "max_coeff": "the trust ratio is computed over the whole parameter at every stage; under ZeRO, DeepSpeed's "
+        "Lamb uses the norms of a rank's flat partition",
         "ns_method": "gradients are clipped before the momentum, as in plain PyTorch, while DeepSpeed's "
-        "ZeRO clips the orthogonalised update; on CPUs the iteration runs in float32",
+        "ZeRO clips the orthogonalized update; on CPUs the iteration runs in float32",
     }
 
     lr: Annotated[float, Field(ge=0)] = 1e-3
@@ -311,7 +310,7 @@ class OptimizerConfig(Section):
         if kind in TYPES:
             return str(kind)
         if kind in NOT_ON_SHARDS:
-            raise complaint(f"{kind} cannot step on sharded state: it {NOT_ON_SHARDS[kind]}", "use AdamW")
+            raise complaint(f"{kind} does not support sharded state: it {NOT_ON_SHARDS[kind]}", "use AdamW")
         if kind in REMOVED:
             raise complaint(f"{kind} was removed from DeepSpeed itself", "use AdamW")
         near = meant(name) or nearest(name, TYPES)

@@ -58,7 +58,7 @@ def _shape(value: Any) -> Any:
         for item in found
     )
     if not found or not all(right):
-        what = "must be a list of sizes from 1, of -1 (found from the parameter), and of one list of sizes"
+        what = "must be a list of sizes (at least 1, or -1: inferred from the parameter) and at most one list of sizes"
         raise complaint(
             f"{what}, not {show(value)}", "write for example [3, -1], or [[4096, 1024, 1024], -1]"
         )
@@ -106,14 +106,14 @@ class PartitionConfig(Section):
     """The user's own rules; they take precedence over the model's plan."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        "embedding_partition_dim": "DeepSpeed does not read it, either; embeddings are split over the vocabulary",
-        "lm_head_patterns": "the head is what the model's get_output_embeddings() returns, whatever its name",
+        "embedding_partition_dim": "DeepSpeed ignores it too; embeddings are split over the vocabulary",
+        "lm_head_patterns": "the LM head is what the model's get_output_embeddings() returns, regardless of its name",
     }
     differs: ClassVar[dict[str, str]] = {
-        "use_default_specs": "true: the model's own plan splits what no rule matches; DeepSpeed leaves that whole "
-        "where there is no preset",
-        "strict_mode": "what the model's own plan splits needs no rule, unless use_default_specs is false",
-        "tp_size": "another number than autotp_size is an error; DeepSpeed overwrites it",
+        "use_default_specs": "true: the model's own plan splits parameters that no rule matches; DeepSpeed "
+        "replicates them if it has no preset",
+        "strict_mode": "layers that the model's own plan splits need no rule, unless use_default_specs is false",
+        "tp_size": "a value that differs from autotp_size is an error; DeepSpeed overwrites it",
     }
 
     use_default_specs: bool = True
@@ -142,7 +142,7 @@ class TpConfig(Section):
     """
 
     without_effect: ClassVar[dict[str, str]] = {
-        "tp_grain_size": "shares are as even as the heads and the packed matrices of a layer allow",
+        "tp_grain_size": "shards are as even as the heads and the packed matrices of a layer allow",
     }
 
     tp_size: Count = 1
@@ -154,7 +154,7 @@ class TpConfig(Section):
 
 def _is_here(backend: str) -> str:
     if backend == "liger":
-        what = "is not implemented: the loss reads the split logits once, and needs no kernels of Liger's"
+        what = "is not implemented: the loss reads the split logits once and needs no Liger kernels"
         raise complaint(f'"liger" {what}', 'write "torch"')
     return backend
 
@@ -171,14 +171,14 @@ class TensorParallelConfig(Section):
         "kernel_inject": "replace_with_kernel_inject",
     }
     without_effect: ClassVar[dict[str, str]] = {
-        "preset_model": "the model's own plan says how it is split; your own rules go into partition_config",
-        "keep_module_on_host": "a rank reads only its own part of the weights, straight to where it stays",
-        "replace_with_kernel_inject": "it is for inference, and does nothing in DeepSpeed's training, either",
+        "preset_model": "every model is split by its own plan; put custom rules in partition_config",
+        "keep_module_on_host": "each rank reads only its own shard of the weights, directly to its final location",
+        "replace_with_kernel_inject": "it is for inference and has no effect in DeepSpeed's training either",
     }
     differs: ClassVar[dict[str, str]] = {
-        "dtype": "another dtype than that of fp16 and bf16 is an error; in DeepSpeed's training it does nothing",
+        "dtype": "a dtype that contradicts fp16 or bf16 is an error; DeepSpeed ignores the key in training",
         "tp_overlap_comm": "true by default",
-        "sequence_parallel": "a key of this launcher; DeepSpeed has none for it",
+        "sequence_parallel": "a key of this launcher; DeepSpeed has no such key",
     }
 
     autotp_size: WholeNumber = 0
@@ -305,18 +305,18 @@ class PipelineConfig(Section):
     """
 
     without_effect: ClassVar[dict[str, str]] = {
-        "use_reentrant": "there is only one kind of checkpointing; gradients are the same",
-        "pipe_partitioned": "each tensor-parallel rank sends whole activations to its own rank of the next stage",
-        "grad_partitioned": "each tensor-parallel rank sends whole gradients to its own rank of the stage before",
+        "use_reentrant": "there is only one implementation of checkpointing; gradients are the same",
+        "pipe_partitioned": "each tensor-parallel rank sends unsharded activations to its peer in the next stage",
+        "grad_partitioned": "each tensor-parallel rank sends unsharded gradients to its peer in the previous stage",
     }
     differs: ClassVar[dict[str, str]] = {
-        "stages": "sets the degree, for a Hugging Face model too; DeepSpeed reads it and does nothing",
-        "partition": "divides the layers; DeepSpeed reads it and does nothing",
-        "seed_layers": "acts on a PipelineModule; DeepSpeed reads it and does nothing",
+        "stages": "sets the degree, also for a Hugging Face model; DeepSpeed ignores it",
+        "partition": "assigns layers to stages; DeepSpeed ignores it",
+        "seed_layers": "applies to a PipelineModule; DeepSpeed ignores it",
         "schedule": "a key of this launcher; DeepSpeed has only 1f1b",
         "chunks": "a key of this launcher",
-        "reduce_per_microbatch": "a key of this launcher; DeepSpeed refuses stage 2 in a pipeline",
-        "gather_per_microbatch": "a key of this launcher; DeepSpeed refuses stage 3 in a pipeline",
+        "reduce_per_microbatch": "a key of this launcher; DeepSpeed rejects ZeRO stage 2 in a pipeline",
+        "gather_per_microbatch": "a key of this launcher; DeepSpeed rejects ZeRO stage 3 in a pipeline",
     }
 
     stages: Count | None = None
@@ -356,9 +356,9 @@ class PipelineConfig(Section):
     bubble (arXiv:2401.10241).
     Two schedules are experimental: asynchronous, and NOT equal to training in one process, because gradients
     are computed with stale weights. "pipedream" (SOSP 2019) updates after every microbatch, which counts as a
-    batch of its own; its backward uses the weights of its forward, which are kept: up to P - k versions on
-    stage k of P. "2bw" (arXiv:2006.09503) updates once per step with the gradient at the weights of one
-    update ago: w(t+1) = w(t) - lr * gradient at w(t-1); 2 versions."""
+    separate batch; its backward uses the weights of its forward, which are kept: up to P - k versions on
+    stage k of P. "2bw" (arXiv:2006.09503) updates once per step with the gradient at the weights before the
+    last update: w(t+1) = w(t) - lr * gradient at w(t-1); 2 versions."""
 
     chunks: Count | None = None
     """Non-adjacent model chunks (virtual stages) per rank. Null: 2 for "interleaved" and "zbv", else 1."""

@@ -27,9 +27,10 @@ class Fp16Config(Section):
     """Train in float16 with loss scaling (Micikevicius et al. 2018, arXiv:1710.03740)."""
 
     differs: ClassVar[dict[str, str]] = {
-        "min_loss_scale": "an overflow at the floor names the parameters, and recipes save a checkpoint first",
-        "hysteresis": "the same rule at every stage; DeepSpeed's stage 0 halves the scale at the first overflow",
-        "fp16_master_weights_and_grads": "at every stage, on every device and with every optimizer; "
+        "min_loss_scale": "the error of an overflow at this bound names the parameters, and recipes save a "
+        "checkpoint first",
+        "hysteresis": "works the same at every stage; DeepSpeed's stage 0 halves the scale at the first overflow",
+        "fp16_master_weights_and_grads": "works at every stage, on every device and with every optimizer; "
         "moments stay float32",
     }
     differs_where: ClassVar[dict[str, Callable[[Any, Mapping[str, Any]], bool]]] = {
@@ -82,13 +83,13 @@ class Bf16Config(Section):
     """Train in bfloat16, with float32 master weights unless configured otherwise below."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        "immediate_grad_update": "gradients always go into their buffer as soon as the backward of their unit ends, "
-        "so there are never more 16-bit gradients than those of a unit",
+        "immediate_grad_update": "gradients are always added to their buffer as soon as the backward of their unit "
+        "ends, so there are never more 16-bit gradients than those of one unit",
     }
     differs: ClassVar[dict[str, str]] = {
-        "check_grad_overflow": "a step that is skipped names the parameters",
-        "bf16_master_weights_and_grads": "at every stage, on every device and with every optimizer",
-        "bf16_optimizer_states": "with every optimizer",
+        "check_grad_overflow": "the message of a skipped step names the parameters",
+        "bf16_master_weights_and_grads": "works at every stage, on every device and with every optimizer",
+        "bf16_optimizer_states": "works with every optimizer",
     }
 
     enabled: bool = False
@@ -114,7 +115,9 @@ class Bf16Config(Section):
 def _full_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if "." not in name:
-            raise complaint(f"names {show(name)}, without its package", 'write for example "torch.nn.Linear"')
+            raise complaint(
+                f"{show(name)} is not a fully qualified name", 'write for example "torch.nn.Linear"'
+            )
     return names
 
 
@@ -122,9 +125,9 @@ class TorchAutocastConfig(Section):
     """Keep the model in float32 and run its forward under torch.autocast, which chooses a dtype for each operation."""
 
     differs: ClassVar[dict[str, str]] = {
-        "dtype": "float16 is scaled by the rule and the numbers of the `fp16` section, not by torch's GradScaler",
-        "lower_precision_safe_modules": "null: nothing is held or sent in 16 bits; DeepSpeed: torch's Linear and Conv. "
-        "A list: these weights are also held in the lower dtype, beside float32 master weights",
+        "dtype": "with float16, the loss is scaled as set in the `fp16` section, not by torch's GradScaler",
+        "lower_precision_safe_modules": "null: nothing is stored or sent in 16 bits; in DeepSpeed, torch's Linear and "
+        "Conv are. A list: these weights are also stored in the lower dtype, in addition to float32 master weights",
     }
 
     enabled: bool = False

@@ -98,14 +98,14 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
-        return f'the text "{printable(shortened(value, 40))}"'
+        return f'the string "{printable(shortened(value, 40))}"'
     if isinstance(value, dict):
         return "an object {...}"
     if isinstance(value, (list, tuple)):
         inside = ", ".join(show(item) for item in value[:4])
         return f"the list [{inside}{', ...' if len(value) > 4 else ''}]"
     if isinstance(value, int) and abs(value) > 10**30:
-        return f"a number of {len(str(abs(value)))} digits"
+        return f"a number with {len(str(abs(value)))} digits"
     if isinstance(value, int | float):
         return repr(value)
     return f"a Python {type(value).__name__}"
@@ -177,7 +177,7 @@ _MUST_BE: dict[str, Callable[[dict[str, Any]], str]] = {
     "float_type": lambda ctx: "a number",
     "finite_number": lambda ctx: "a finite number",
     "bool_type": lambda ctx: "true or false",
-    "string_type": lambda ctx: "a text in quotes",
+    "string_type": lambda ctx: "a quoted string",
     "greater_than_equal": lambda ctx: f"at least {ctx['ge']:g}",
     "greater_than": lambda ctx: f"more than {ctx['gt']:g}",
     "less_than": lambda ctx: f"less than {ctx['lt']:g}",

@@ -73,7 +73,7 @@ def check_experts(config: Config, dp: int) -> None:
     if ranks % section.degree:
         key = f"{EXPERTS}.{'size' if section.size == section.degree else 'autoep_size'}"
         of_stage = " of each pipeline stage" if config.pipeline.degree > 1 else ""
-        said = key if config._document.holds((EXPERTS,)) else "ep_size of the layers of experts"
+        said = key if config._document.holds((EXPERTS,)) else "ep_size of the expert layers"
         raise ConfigError(
             f"{said} is {section.degree}, which does not divide the {ranks} ranks{of_stage}",
             where=config.where(key),
@@ -85,9 +85,9 @@ def with_stages(config: Config, stages: int) -> Config:
     """See `Config.with_stages`."""
     if config.pipeline.stages not in (None, "auto", stages):
         raise ConfigError(
-            f"{STAGES} {config.pipeline.stages} contradicts the model, which is cut into {stages} stages",
+            f"{STAGES} {config.pipeline.stages} contradicts the model, which is split into {stages} stages",
             where=config.where(STAGES),
-            fix=f'write "stages": {stages}, or leave it out',
+            fix=f'write "stages": {stages}, or remove it',
         )
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": stages})})
 
@@ -103,9 +103,9 @@ def with_shared_sequences(config: Config, ranks: int, by: str) -> Config:
     """
     if config.cp_degree not in (1, ranks):
         raise ConfigError(
-            f"{config.cp_degree} ranks share a sequence, but {by} of initialize() says {ranks}",
+            f"the context-parallel degree is {config.cp_degree}, but {by} of initialize() has {ranks} ranks",
             where=config.where(CONTEXT),
-            fix=f'write "{CONTEXT}": {ranks}, or leave it out',
+            fix=f'write "{CONTEXT}": {ranks}, or remove it',
         )
     return config.model_copy(update={CONTEXT: ranks})
 
@@ -122,18 +122,18 @@ def with_spread_experts(config: Config, sizes: Collection[int]) -> Config:
     said = config.expert_parallel.degree
     if len(sizes) > 1 or (said > 1 and said not in sizes):
         layers = ", ".join(map(str, sorted(sizes)))
-        others = f", and the JSON has {said}" if said > 1 else ""
+        others = f", and the JSON has degree {said}" if said > 1 else ""
         raise ConfigError(
-            f"layers of experts have ep_size {layers}{others}: all layers must share them in the same way",
+            f"expert layers have ep_size {layers}{others}: all must have the same expert-parallel degree",
             where=config.where(f"{EXPERTS}.size") if said > 1 else "ep_size",
-            fix="write one number everywhere; layers with ep_size 1 keep all their experts on every rank",
+            fix="use the same degree everywhere; layers with ep_size 1 keep all of their experts on every rank",
         )
     (size,) = sizes
     section = config.expert_parallel.model_copy(update={"size": size})
     return config.model_copy(update={EXPERTS: section})
 
 
-_WHAT = {"pp": "are the stages", "tp": "share every layer", "cp": "share every sequence"}
+_WHAT = {"pp": "one stage per rank", "tp": "ranks share every layer", "cp": "ranks share every sequence"}
 
 
 def places(pp: int, dp: int, tp: int, cp: int = 1) -> list[str]:
@@ -163,7 +163,7 @@ def mesh_lines(degrees: Mapping[str, int], host: str) -> list[str]:
     pp, dp, cp, tp = (degrees.get(name, 1) for name in ("pp", "dp", "cp", "tp"))
     groups = [f"dp {i}" + (f", cp {j}" if cp > 1 else "") for i in range(dp) for j in range(cp)]
     if len(several) == 1:
-        return [f"{title}: ranks {_WHAT[next(iter(several))]}"]
+        return [f"{title}: {_WHAT[next(iter(several))]}"]
     cells = [["", *groups]]
     for stage in range(pp):
         firsts = [(stage * len(groups) + i) * tp for i in range(len(groups))]
@@ -244,13 +244,8 @@ def _divide(train: int, parts: int) -> int | None:
 
 
 def _too_little(accumulation: int | None) -> Problem:
-    alone = "alone does not say" if accumulation else "is not enough to know"
-    subject = f"{ACCUMULATION} {accumulation}" if accumulation else "leaving it out"
-    return Problem(
-        (MICRO,),
-        f"{subject} {alone} how many sequences a rank takes at a time",
-        f"give {MICRO}, or {TRAIN}",
-    )
+    reason = f" from {ACCUMULATION} {accumulation} alone" if accumulation else ""
+    return Problem((MICRO,), f"the micro batch size cannot be determined{reason}", f"set {MICRO} or {TRAIN}")
 
 
 def _no_solution(given: Mapping[str, int | None], dp_degree: int, sources: Mapping[str, str]) -> Problem:

@@ -41,6 +41,7 @@ _WORDS: dict[str, Any] = {
     "-Infinity": float("-inf"),
 }
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_NOT_A_CONFIG = "check that this is a DeepSpeed configuration"
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true", "FALSE": "false"}
 
 
@@ -91,7 +92,7 @@ class Tokens:
             return self.string()
         word = _KEY.match(self.text, self.at)
         if word is None:
-            raise self.error("a key is expected here", 'write `"key": value`')
+            raise self.error("expected a key here", 'write `"key": value`')
         self.at = word.end()
         return word.group()
 
@@ -115,7 +116,7 @@ class Tokens:
         while True:
             end = _STRING_END[quote].search(self.text, self.at)
             if end is None or end.group() == "\n":
-                what = "the text is not closed on its line"
+                what = "the string is not closed on its line"
                 raise self.error(what, f"write `{quote}` at its end", at=start)
             parts.append(self.text[self.at : end.start()])
             self.at = end.end()
@@ -128,7 +129,7 @@ class Tokens:
         start, indent = self.at, self.place(self.at)[1] - 1
         end = self.text.find(_THREE, start + 3)
         if end < 0:
-            raise self.error(f"the text is never closed by `{_THREE}`", f"write `{_THREE}` at its end")
+            raise self.error(f"the string is never closed by `{_THREE}`", f"write `{_THREE}` at its end")
         self.at = end + 3
         first, *rest = self.text[start + 3 : end].replace("\r", "").split("\n")
         rest = [line[len(line[:indent]) - len(line[:indent].lstrip()) :] for line in rest]
@@ -149,10 +150,12 @@ class Tokens:
                 self.at = low.end()
                 return chr(0x10000 + ((first - 0xD800) << 10) + (int(low.group(1), 16) - 0xDC00))
             if 0xD800 <= first < 0xE000:
-                what = f"`\\u{digits}` is half of a character"
+                what = f"`\\u{digits}` is half of a surrogate pair"
                 raise self.error(what, "write both halves, or the character itself", at=self.at - 6)
             return chr(first)
-        raise self.error(f"`\\{code}` means nothing in JSON", "write `\\\\` for a backslash", at=self.at - 2)
+        raise self.error(
+            f"`\\{code}` is not an escape sequence of JSON", "write `\\\\` for a backslash", at=self.at - 2
+        )
 
     def plain(self) -> Any:
         """Read a number, a keyword or an unquoted string. Raises NotAValueError for anything else."""
@@ -161,13 +164,13 @@ class Tokens:
             self.at = number.end()
             if len(number.group()) > MOST_DIGITS:
                 what = f"a number has {len(number.group()):,} digits"
-                raise self.error(what, "write a smaller one", at=number.start())
+                raise self.error(what, "write a smaller number", at=number.start())
             exact = number.group(1) is None and number.group(2) is None
             return int(number.group()) if exact else float(number.group())
         found = _WORD.match(self.text, self.at)
         if found is None:
             character = self.text[self.at : self.at + 1] or "the end of the file"
-            raise self.error(f"a value is expected here, not {character}", "write a value")
+            raise self.error(f"expected a value here, not {character}", "write a value")
         first = _KEY.match(self.text, self.at)
         assert first is not None
         if first.group() in _WORDS and _AFTER_WORD.match(self.text, first.end()):
@@ -187,7 +190,9 @@ class Tokens:
         brief = shortened(word)
         if word in _PYTHON_WORDS:
             raise NotAValueError(f"`{word}` is Python, not JSON", f"write `{_PYTHON_WORDS[word]}`")
-        raise NotAValueError(f"`{brief}` is not a value", f'write the intended value, or text: `"{brief}"`')
+        raise NotAValueError(
+            f"`{brief}` is not a value", f'write the intended value, or a string: `"{brief}"`'
+        )
 
 
 def read_file(path: Path, name: str | None = None) -> Document:
@@ -197,7 +202,7 @@ def read_file(path: Path, name: str | None = None) -> Document:
         path,
         "the config file",
         where=f"looked in {path.absolute().parent}",
-        fix="give the path of a DeepSpeed-style JSON file, saved as UTF-8",
+        fix="give the path of a DeepSpeed JSON file, encoded as UTF-8",
     )
     return read_text(text, name)
 
@@ -220,10 +225,10 @@ class _Parser(Tokens):
         elif self.at_key():  # Hjson: the outermost braces can be left out
             self.found.tree = self.members((), "", self.at)
         else:
-            kind = {"": "empty", "[": "a list"}.get(self.peek(), "no JSON object")
-            raise self.error(f"the config is {kind}, but must be a JSON object", "start the file with `{`")
+            kind = {"": ", but is empty", "[": ", not a list"}.get(self.peek(), "")
+            raise self.error(f"the config must be a JSON object{kind}", "start the file with `{`")
         if self.peek():
-            raise self.error("there is more text after the closing `}`", "delete it, or check the braces")
+            raise self.error("unexpected text after the closing `}`", "delete it, or check the braces")
         self.found.comments = [self.place(at)[0] for at in sorted(self.comments)]
         return self.found
 
@@ -231,7 +236,7 @@ class _Parser(Tokens):
         character = self.peek()
         if character in ("{", "["):
             if len(path) >= MOST_DEEP:
-                raise self.error(f"brackets are nested more than {MOST_DEEP} deep", "write a configuration")
+                raise self.error(f"brackets are nested more than {MOST_DEEP} levels deep", _NOT_A_CONFIG)
             return self.object(path) if character == "{" else self.array(path)
         if character in ('"', "'"):
             return self.string()
@@ -286,9 +291,7 @@ class _Parser(Tokens):
     def note(self, path: KeyPath, at: int) -> None:
         """Record the position of a value."""
         if len(self.found.places) >= MOST_VALUES:
-            raise self.error(
-                f"there are more than {MOST_VALUES:,} keys and list items", "write a configuration"
-            )
+            raise self.error(f"there are more than {MOST_VALUES:,} keys and list items", _NOT_A_CONFIG)
         self.found.places[path] = self.place(at)
 
     def more(self, close: str, opened: int) -> None:
@@ -297,7 +300,7 @@ class _Parser(Tokens):
             bracket = self.text[opened]
             line, column = self.place(opened)
             raise self.error(
-                f"the `{bracket}` of line {line}, column {column} is never closed", f"write `{close}`"
+                f"the `{bracket}` at line {line}, column {column} is never closed", f"write `{close}`"
             )
 
     def comma(self, close: str) -> None:

@@ -44,10 +44,10 @@ def autos_of_hidden_size(hidden_size: int) -> dict[str, int]:
 def resolved(config: Config, dp_degree: int, auto: Mapping[str, Any]) -> Config:
     """See `Config.resolve`."""
     if isinstance(dp_degree, bool) or not isinstance(dp_degree, int) or dp_degree < 1:
-        raise ConfigError(f"dp_degree must be a whole number from 1, not {dp_degree!r}")
+        raise ConfigError(f"dp_degree must be a positive whole number, not {dp_degree!r}")
     strange = sorted(set(auto) - set(implemented_paths(type(config))))
     if strange:
-        raise ConfigError(f"values are given for keys that do not exist: {', '.join(strange)}")
+        raise ConfigError(f"values given for unknown keys: {', '.join(strange)}")
     tree, found, problems = config.given(), [*config.resolved_autos], []
     for path, section in _autos(config, ()):
         if len(path) == 1 and path[0] in BATCH_KEYS:
@@ -235,13 +235,13 @@ class _Completion:
                 self.write(("scheduler", "params", PEAKS[schedule]), value, flag)
         elif flag == "--weight-decay" and "weight_decay" not in TYPES[kind].keywords:
             self.refuse(
-                ("optimizer", "type"), f"{flag} is given, but {kind} has no weight decay", f"drop {flag}"
+                ("optimizer", "type"), f"{flag} is given, but {kind} has no weight decay", f"remove {flag}"
             )
         elif flag == "--weight-decay":
             self.write(DECAY, value, flag)
         elif scheduler is not None and WARMUP not in params:
             self.refuse(
-                ("scheduler", "type"), f"{flag} is given, but {schedule} has no {WARMUP}", f"drop {flag}"
+                ("scheduler", "type"), f"{flag} is given, but {schedule} has no {WARMUP}", f"remove {flag}"
             )
         else:
             self.write(("scheduler", "params", WARMUP), value, flag)
@@ -249,7 +249,7 @@ class _Completion:
     def say_batch(self, flag: str, value: int) -> None:
         if self.config.elasticity.on:
             what = f"{flag} is given, but elasticity chooses the batch size"
-            self.refuse(("elasticity",), what, f"drop {flag}")
+            self.refuse(("elasticity",), what, f"remove {flag}")
             return
         self.write((TRAIN,), value, flag)
 
@@ -274,7 +274,7 @@ class _Completion:
             return True
         if written != value:
             what = f"is {show(written)}, but {flag} is {show(value)}"
-            self.refuse(path, what, f'drop {flag}, or write "auto" there')
+            self.refuse(path, what, f'remove {flag}, or write "auto" in the JSON')
         return False
 
     def refuse(self, path: Path, what: str, fix: str) -> None:

@@ -59,18 +59,18 @@ class Config(Section):
     """
 
     without_effect: ClassVar[dict[str, str]] = {
-        "zero_force_ds_cpu_optimizer": "every elementwise optimizer here can step offloaded state",
-        "vocabulary_size": "the model has its vocabulary size; DeepSpeed only warns about sizes that are "
-        "not multiples of 8",
-        "seq_parallel_communication_data_type": "ranks that share a sequence are reduced over together with the "
-        "data-parallel ones: communication_data_type is for both",
+        "zero_force_ds_cpu_optimizer": "every elementwise optimizer can update offloaded state",
+        "vocabulary_size": "the vocabulary size is that of the model; DeepSpeed only warns about sizes that "
+        "are not multiples of 8",
+        "seq_parallel_communication_data_type": "gradients are reduced over context-parallel and data-parallel ranks "
+        "together, in communication_data_type",
     }
     differs: ClassVar[dict[str, str]] = {
-        "gradient_predivide_factor": "at every stage, with reduce_scatter too",
-        "prescale_gradients": "at every stage, with reduce_scatter too",
-        "sequence_parallel_size": "ranks that share a sequence are all given the whole batch, and the loss is that of "
-        "one process: a sampler counts engine.mesh.dp",
-        "gradient_allreduce_op": '"sum" works at every stage; DeepSpeed refuses it at stage 3',
+        "gradient_predivide_factor": "applies at every stage, also with reduce_scatter",
+        "prescale_gradients": "applies at every stage, also with reduce_scatter",
+        "sequence_parallel_size": "all ranks of a context-parallel group get the same full batch, and the loss equals "
+        "that of one process; samplers must use engine.mesh.dp",
+        "gradient_allreduce_op": '"sum" works at every stage; DeepSpeed rejects it at stage 3',
     }
 
     train_batch_size: Count | None = None
@@ -136,7 +136,7 @@ class Config(Section):
     """Consistency checks of replicated state."""
 
     fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig.model_construct)
-    """Replicas that survive the loss of one another."""
+    """Replicas that continue training when one of them fails."""
 
     compile: CompileConfig = Field(default_factory=CompileConfig.model_construct)
     """torch.compile of the blocks."""
@@ -167,8 +167,8 @@ class Config(Section):
     gradients cannot overflow then, but small ones may underflow."""
 
     gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
-    """The part of the division by the number of ranks that is done before the reduction; the rest is done
-    after it. Ignored with `prescale_gradients`."""
+    """Factor by which gradients are divided before the reduction; the rest of the division by the number of
+    ranks is done after it. Ignored with `prescale_gradients`."""
 
     steps_per_print: Annotated[Count | None, BeforeValidator(_infinite_is_never)] = None
     """Optimizer steps between two log lines. Null or Infinity: DeepSpeed's line is not printed."""

@@ -104,7 +104,7 @@ def _left_open(config: Config) -> Iterator[Found]:
         what = "is not set: the norm is clipped at 1.0, as in DeepSpeed since June 2026"
         yield Found(("gradient_clipping",), what)
     if config.zero_optimization.stage == AUTO:
-        what = '"auto" is filled in by a trainer that knows the stage; the recipes of `launch` refuse it'
+        what = '"auto" is filled in by a trainer that sets the stage; the recipes of `launch` reject it'
         yield Found((STAGE,), what)
 
 
@@ -115,7 +115,7 @@ def _idle_experts(config: Config) -> Iterator[Found]:
         what = "has no effect: expert_parallel.enabled is not true"
         yield Found(("expert_parallel.autoep_size",), what, kind="no effect")
     if section.enabled is True and section.degree == 1:
-        what = "spreads nothing: write the number of ranks that share the experts as autoep_size"
+        what = "has no effect: set autoep_size to the number of ranks that share the experts"
         yield Found(("expert_parallel.enabled",), what, kind="no effect")
 
 
@@ -172,9 +172,9 @@ def _idle_ranks(config: Config) -> Iterator[Found]:
     if now is None or now <= MUCH:
         return
     enough, then = next((number, share) for number, share in shares if share is not None and share <= MUCH)
-    noun = "microbatch leaves" if microbatches == 1 else "microbatches leave"
-    what = f"{microbatches} {noun} each of {section.degree} pipeline stages idle for {now:.0%} of a step"
-    yield Found(("gradient_accumulation_steps",), f"{what}; {enough} for {then:.0%}")
+    noun = "microbatch" if microbatches == 1 else "microbatches"
+    what = f"with {microbatches} {noun}, each of {section.degree} pipeline stages is idle for {now:.0%} of a step"
+    yield Found(("gradient_accumulation_steps",), f"{what}; with {enough}, for {then:.0%}")
 
 
 REMARKS: tuple[Rule | RuleFunction, ...] = (
@@ -186,37 +186,37 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
     Rule(("optimizer.type",), lambda kind: TYPES[kind].package == "bitsandbytes",
          "8-bit moments cannot be saved independently of the topology: save_checkpoint refuses them"),
     Rule((f"{PARAMS}.warmup_num_steps",), lambda steps: steps in (0, 1),
-         "is taken as 2, as in DeepSpeed: the first two steps have the initial rate"),
+         "is treated as 2, as in DeepSpeed: the first two steps have the initial rate"),
     Rule((f"{PARAMS}.warmup_num_steps", f"{PARAMS}.total_num_steps"), lambda steps, total: total <= steps,
-         "the warm-up of {0} steps is not over at total_num_steps {1}"),
+         "the warm-up of {0} steps does not end before total_num_steps {1}"),
     *(
         Rule((f"{PARAMS}.{key}", f"{PARAMS}.decay_step_size"), lambda rate, size: rate and size == 0,
-             "nothing decays while decay_step_size is 0, as in DeepSpeed")
+             "there is no decay while decay_step_size is 0, as in DeepSpeed")
         for key in ("decay_lr_rate", "decay_mom_rate")
     ),
     _growing_momentum,
     _idle_experts,
     Rule((f"{PARAMS}.cycle_momentum", "optimizer.type", "scheduler.type"),
          lambda on, kind, name: on and name == "OneCycle" and "betas" not in TYPES[kind].keywords,
-         "{1} has no betas: its momentum stays, as in DeepSpeed"),
+         "{1} has no betas: its momentum stays constant, as in DeepSpeed"),
     Rule((f"{PARAMS}.cycle_momentum", "optimizer.type", "scheduler.type"),
          lambda on, kind, name: on and name == "OneCycle" and "betas" in TYPES[kind].keywords,
-         "betas become [the cycle's momentum, 0.99], as in DeepSpeed; false keeps the optimizer's"),
+         "betas become [the cycle's momentum, 0.99], as in DeepSpeed; set it to false to keep the optimizer's"),
     Rule(("torch_autocast.dtype", "torch_autocast.enabled"), lambda dtype, on: on and dtype is None,
-         "is not set: bfloat16. DeepSpeed takes torch's default, on GPUs float16 unscaled"),
+         "is not set: bfloat16 is used; DeepSpeed uses torch's default, on GPUs float16 without loss scaling"),
     Rule(("zero_optimization.offload_param", "zero_optimization.offload_param.device", STAGE),
          lambda _, device, stage: device != "none" and stage < 3,
          "has no effect at stage {2}: only stage 3 shards parameters", kind="no effect"),
     Rule(("tensor_parallel.sequence_parallel", DEGREE), lambda on, degree: on and degree <= 1,
-         "has no effect while autotp_size leaves every layer on one rank"),
+         "has no effect unless autotp_size is above 1"),
     Rule(("pipeline.schedule", "pipeline.stages"), lambda name, stages: name != "1f1b" and stages == 1,
-         "has no effect while one stage has all layers"),
+         "has no effect unless pipeline.stages is above 1"),
     Rule(("pipeline.schedule",), lambda name: name in ASYNCHRONOUS,
          "is asynchronous: NOT equal to training in one process"),
     _idle_ranks,
     *(
         Rule((f"{section}.enabled",), lambda on, module=module: on and not is_installed(module),
-             f"needs the package {package}, which is not installed here: pip install {package}")
+             f"needs the package {package}, which is not installed: pip install {package}")
         for section, (module, package) in PACKAGES.items()
     ),
     *(
@@ -229,24 +229,24 @@ REMARKS: tuple[Rule | RuleFunction, ...] = (
     Rule((BLOCKS, f"{BLOCKS}.number_checkpoints"), lambda _, number: number is not None,
          "is present: at most {1} transformer blocks are recomputed in backward"),
     Rule((f"{BLOCKS}.partition_activations", DEGREE), lambda on, degree: on and degree <= 1,
-         "has an effect only with tensor parallelism: one tensor-parallel rank keeps the whole inputs"),
+         "has an effect only with tensor parallelism: without it, a rank keeps the whole inputs"),
     Rule(("compile", "compile.backend"), lambda section, backend: section.on and backend is None,
          "is present: torch.compile (inductor) compiles each transformer block"),
     Rule(("compile", "compile.backend"), lambda section, backend: section.on and backend is not None,
          "is present: torch.compile ({1}) compiles each transformer block"),
     Rule(("checkpoint.keep_every", "checkpoint.keep_last"), lambda every, last: every is not None and last is None,
-         "has no effect: all checkpoints stay while keep_last is left out", kind="no effect"),
+         "has no effect: all checkpoints are kept unless keep_last is set", kind="no effect"),
     Rule(("gradient_predivide_factor", "prescale_gradients"), lambda factor, prescales: prescales and factor != 1,
          "is not used: prescale_gradients divides by the number of ranks"),
     Rule(("comet.api_key",), lambda key: key is not None,
          "is visible to everyone who reads this file; use the environment variable COMET_API_KEY instead"),
     Rule(("wall_clock_breakdown", "flops_profiler.enabled"), lambda times, profiles: profiles and not times,
-         "is on, because flops_profiler.enabled needs its times"),
+         "is enabled, because flops_profiler.enabled needs its times"),
     Rule((f"{LEARNING}.enabled", "data_efficiency.enabled"), lambda learns, on: learns and not on,
-         "is off, because data_efficiency.enabled is false"),
+         "is disabled, because data_efficiency.enabled is false"),
     Rule((f"{LEARNING}.enabled", "data_efficiency.data_sampling.enabled", "data_efficiency.enabled"),
          lambda learns, samples, on: learns and on and not samples,
-         "is off, because data_efficiency.data_sampling.enabled is false"),
+         "is disabled, because data_efficiency.data_sampling.enabled is false"),
     Rule((DIFFICULTY_STEP, "data_efficiency"), lambda step, section: section.curriculum and step and step % 8,
          "{0} is not a multiple of 8: the tensor cores of GPUs are less efficient"),
     _elastic,

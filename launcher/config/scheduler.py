@@ -150,7 +150,7 @@ class CyclicLRParams(TorchParams):
     """Momentum where the rate is lowest."""
 
     without_effect: ClassVar[dict[str, str]] = {
-        "scale_mode": "it belongs to `scale_fn`, a function, which JSON cannot hold"
+        "scale_mode": "it applies only to `scale_fn`, a function, which JSON cannot hold"
     }
 
 

@@ -106,11 +106,11 @@ _ITS_OWN = (
 )
 """Sections whose keys have names that occur nowhere else: such a key at the top level is misplaced."""
 
-FOREIGN = "is not a DeepSpeed key: nothing here reads it"
+FOREIGN = "is not a DeepSpeed key, and is ignored"
 
 _STAGES = 'write "pipeline": {"stages": N}'
 _SPLITS = 'write "tensor_parallel": {"autotp_size": N}'
-_RATES = "write `scheduler`, with the type and its params"
+_RATES = "write `scheduler`, with a type and its params"
 OTHER_NAMES = {
     "learning_rate": "write `optimizer.params.lr`",
     "pipe_parallel_size": _STAGES,
@@ -128,8 +128,8 @@ OTHER_NAMES = {
     "lr_warmup_fraction": _RATES,
     "min_lr": _RATES,
     "warmup": _RATES,
-    "train_iters": "delete it; the recipes of `launch` have --max-steps, and a script counts its own steps",
-    "seq_length": "delete it; the recipes of `launch` have --seq-length, and a script cuts its own sequences",
+    "train_iters": "delete it; the recipes of `launch` have --max-steps, and a custom script counts its own steps",
+    "seq_length": "delete it; the recipes of `launch` have --seq-length, and a custom script sets its own length",
     "zero_stage": 'write "zero_optimization": {"stage": N}',
 }
 """Key of Megatron, GPT-NeoX or Hugging Face, with dashes or underscores -> what to write instead."""
@@ -149,12 +149,12 @@ def stranger(root: type[Section], key: str, value: Any, beside: Mapping[str, Any
     instead = OTHER_NAMES.get(plain(key))
     if instead is not None:
         if value in (0, 1, None, False) and plain(key).endswith("parallel_size"):
-            return Note(path, "foreign", f"is a Megatron key, and {show(value)} turns nothing on")
+            return Note(path, "foreign", f"is a Megatron key, and {show(value)} has no effect")
         return Problem(path, "is a key of another library, which DeepSpeed does not read", instead)
     if isinstance(value, dict):
         inner = next((name for name in value if name in root.model_fields and name not in beside), None)
         if inner is not None:
-            what = f"is not a DeepSpeed section, and `{inner}` in it is not read"
+            what = f"is not a DeepSpeed section, so `{inner}` in it is ignored"
             return Problem(path, what, f"write `{inner}` at the top level")
     problem = unknown_key(root, root, known_keys(), path, value)
     if problem.suggestion is not None or is_comment(key, ""):
@@ -225,7 +225,7 @@ def not_written(known: Known, value: Any, path: Path) -> Problem:
     words = f" ({known.words})" if known.words else ""
     what = {
         "later": f"{show(value)} is not implemented here yet{words}",
-        "old": f"is an old key of DeepSpeed's that has no meaning here{words}",
+        "old": f"is an old DeepSpeed key that is not supported here{words}",
         "ignored": f"is ignored by DeepSpeed itself{words}",
     }[known.status]
     off = f", or write {in_json(known.neutral[0])}" if known.neutral else ""

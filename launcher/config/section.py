@@ -118,7 +118,7 @@ Count = Annotated[int, BeforeValidator(whole), Field(ge=1, le=LARGEST)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
 """Two numbers, written as a list."""
 
-WholeNumbers = Annotated[tuple[int, ...], BeforeValidator(wholes(1, "whole numbers from 1", [64, 128]))]
+WholeNumbers = Annotated[tuple[int, ...], BeforeValidator(wholes(1, "positive whole numbers", [64, 128]))]
 """Integers of at least 1, written as a list."""
 
 
@@ -159,8 +159,10 @@ def _rates(value: Any) -> Any:
     items = value if isinstance(value, list | tuple) else [value]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int | float) or not 0 <= item < float("inf"):
-            what = f"must be a number from 0, or a list of one for each param group, not {show(value)}"
-            raise complaint(what, "write a number, or [first group's, second group's, ...]")
+            what = (
+                f"must be a number of at least 0, or a list with one for each param group, not {show(value)}"
+            )
+            raise complaint(what, "write a number, or a list such as [1e-4, 1e-5]")
     if not items:
         raise complaint("is an empty list", "write a number, or one for each param group")
     return tuple(map(float, items)) if isinstance(value, list | tuple) else float(value)

@@ -40,7 +40,7 @@ class ActivationCheckpointingConfig(Section):
     contiguous_memory_optimization: bool = False
     """Store the saved inputs in one buffer with a slot for each checkpointed block, allocated in the first
     forward: less fragmentation, at the cost of one more copy. An input that does not fit into its slot gets
-    memory of its own."""
+    its own memory."""
 
     synchronize_checkpoint_boundary: bool = False
     """Synchronize with the device before and after each forward and each recomputation of a block."""
@@ -62,10 +62,10 @@ class CompileConfig(Section):
     """
 
     differs: ClassVar[dict[str, str]] = {
-        "enabled": "the blocks are compiled one by one; DeepSpeed 0.14 compiled the whole module",
-        "disable": "a key of DeepSpeed 0.14; newer ones refuse it",
-        "backend": "a key of DeepSpeed 0.14 and 0.15; newer ones refuse it",
-        "kwargs": "a key of DeepSpeed 0.14 and 0.15; newer ones refuse it",
+        "enabled": "each block is compiled separately; DeepSpeed 0.14 compiled the whole module",
+        "disable": "a key of DeepSpeed 0.14; newer versions reject it",
+        "backend": "a key of DeepSpeed 0.14 and 0.15; newer versions reject it",
+        "kwargs": "a key of DeepSpeed 0.14 and 0.15; newer versions reject it",
     }
 
     enabled: bool | None = None
@@ -103,12 +103,12 @@ class ExpertParallelConfig(Section):
     )
     auto_needs_value: ClassVar[frozenset[str]] = frozenset({"size", "autoep_size", "capacity_factor"})
     differs: ClassVar[dict[str, str]] = {
-        "size": "a key of this launcher, the ranks that share the experts of each layer; DeepSpeed has autoep_size",
+        "size": "a key of this launcher: the expert-parallel degree; DeepSpeed has autoep_size",
         "bias_update_rate": "a key of this launcher",
         "capacity_factor": "a key of this launcher",
         "global_balance_loss": "a key of this launcher",
         "router_z_loss_coef": "a key of this launcher",
-        "autoep_size": "any model with experts, at every ZeRO stage; it need not divide the number of experts",
+        "autoep_size": "works for any MoE model at every ZeRO stage; it need not divide the number of experts",
     }
 
     size: WholeNumber = 0
@@ -279,10 +279,10 @@ class DataEfficiencyConfig(Section):
     """Selection of the training data."""
 
     differs: ClassVar[dict[str, str]] = {
-        "enabled": "false turns off what is inside; DeepSpeed looks at the inner switches only",
-        "seed": "orders initialize(training_data=...) only; the recipes have a flag for it",
+        "enabled": "false disables the whole section; DeepSpeed reads only the inner `enabled` keys",
+        "seed": "sets only the order of initialize(training_data=...); recipes have the flag --seed",
         "data_sampling": "`seqlen` truncates sequences to the current length; DeepSpeed selects sequences "
-        "by index files",
+        "with index files",
     }
 
     @property

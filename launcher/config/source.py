@@ -34,7 +34,8 @@ def read(source: str | Path | Mapping[str, Any], where: str | None = None) -> Do
     if isinstance(source, str | Path):
         return read_file(Path(source), where)
     raise ConfigError(
-        f"a config is a path or a dict, not a {type(source).__name__}", fix="give the path of the JSON file"
+        f"a config must be a path or a dict, not a {type(source).__name__}",
+        fix="give the path of the JSON file",
     )
 
 
@@ -92,5 +93,5 @@ def _plain_dict(source: Mapping[Any, Any]) -> dict[str, Any]:
 
     for key in source:
         if not isinstance(key, str):
-            raise ConfigError(f"the key {key!r} is not text", fix="use the names of the JSON's keys")
+            raise ConfigError(f"the key {key!r} is not a string", fix="use the names of the JSON's keys")
     return {key: plain(value) for key, value in source.items()}

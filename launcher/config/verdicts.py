@@ -121,7 +121,7 @@ def _plain(path: Path, examined: Examined) -> tuple[Verdict, str]:
         return "used" if how.startswith(OWN) else "used differently", how
     if (why := idle_at(Config, tree, now)) is not None:
         return "no effect", why
-    return "used", "turns nothing on" if known_at(now) is not None else ""
+    return "used", "enables nothing" if known_at(now) is not None else ""
 
 
 OF_HIDDEN_SIZE = {
@@ -182,7 +182,7 @@ def _batch(config: Config, dp_degree: int | None) -> Iterator[Explained]:
     for key in BATCH_KEYS:
         value = getattr(config, key)
         if value is None or value == AUTO:
-            open_ = "the run's flags, or the batch equation: --num-gpus N solves it"
+            open_ = "set by the flags of the run or the batch equation; --num-gpus N solves it"
             answer, why = solved.get(key, ("open", open_))
             yield Explained(key, str(answer), why, value == AUTO)
 
@@ -214,13 +214,13 @@ def _of_shared_sequences(root: Config) -> dict[str, tuple[str, str]]:
         return {}
     ulysses, ring = root.context_parallel.sizes
     exchange = str(root.cp_degree // ring) if ring else "as many as the heads allow"
-    sending = str(root.cp_degree // ulysses) if ulysses else "the others"
+    sending = str(root.cp_degree // ulysses) if ulysses else "the rest"
     shares = f"of the {root.cp_degree} ranks that share a sequence"
     return {
         "sequence_parallel_size": (str(root.cp_degree), "context_parallel: ulysses x ring"),
         "context_parallel.ulysses": (exchange, shares),
         "context_parallel.ring": (sending, shares),
-        "tiled_loss": ("true if the model allows it", "where ranks share sequences"),
+        "tiled_loss": ("true if the model supports it", "because ranks share sequences"),
     }
 
 

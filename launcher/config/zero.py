@@ -24,7 +24,10 @@ def _no_switch(value: Any) -> Any:
 def _group_size(value: Any) -> Any:
     value = whole(value)
     if isinstance(value, int) and (value < -1 or value == 0):
-        raise complaint(f"must be -1 (off) or a number of ranks, not {show(value)}", "write a divisor of dp")
+        raise complaint(
+            f"must be -1 (off) or a number of ranks, not {show(value)}",
+            "write a divisor of the data-parallel degree",
+        )
     return value
 
 
@@ -47,8 +50,8 @@ class LeafModuleConfig(Section):
     """Modules that are gathered, freed and reduced as one unit, including their submodules.
 
     Transformer blocks are units by default. A leaf module inside a block changes nothing; one that contains
-    several blocks merges them into one unit; one outside of the blocks is moved from the root unit to a unit
-    of its own. An explicit entry that matches no module is an error.
+    several blocks merges them into one unit; one outside of the blocks is moved from the root unit to a separate
+    unit. An explicit entry that matches no module is an error.
     """
 
     classes: Texts = MOE_BLOCKS
@@ -82,34 +85,35 @@ class ZeroConfig(Section):
         "round_robin_gradients": "gradients are never copied per rank",
         "contiguous_gradients": "gradients always share a flat buffer",
         "load_from_fp32_weights": "checkpoints keep float32 weights",
-        "use_multi_rank_bucket_allreduce": "one reduce-scatter gives every rank its part",
+        "use_multi_rank_bucket_allreduce": "one reduce-scatter gives every rank its shard",
         "elastic_checkpoint": "elastic checkpointing is deprecated; every checkpoint loads on any number of ranks",
         "parameter_alignment": "parameters always start at multiples of 16 elements of their flat buffer",
         "stage3_use_all_reduce_for_fetch_params": "parameters are all-gathered, with half the bytes of an all-reduce",
-        "stage3_allgather_sequential": "a unit is gathered straight into the buffer it is used from, without a copy",
-        "memory_efficient_linear": "no layer keeps a saved weight longer than it is used",
-        "pipeline_loading_checkpoint": "a rank reads its own slices of a checkpoint, never the whole",
-        "zenflow": "every step updates every weight, exactly; offloaded state is stepped on the CPU, "
-        "during the backward if the step needs no value of the whole gradient",
+        "stage3_allgather_sequential": "a unit is gathered directly into the buffer it is used from, without a copy",
+        "memory_efficient_linear": "no layer retains a saved weight after its last use",
+        "pipeline_loading_checkpoint": "each rank reads only its own slices of a checkpoint",
+        "zenflow": "every step updates every weight exactly; offloaded state is updated on the CPU, during backward "
+        "if the update does not need the whole gradient (for its norm, for example)",
         "save_muon_momentum_buffer_in_memory": "Muon's momentum is stored with the other optimizer state",
     }
     differs: ClassVar[dict[str, str]] = {
-        "stage3_gather_16bit_weights_on_model_save": "save_16bit_model() always writes whole weights; the Trainer's "
-        "own saves look at the key",
-        "ignore_unused_parameters": "false is an error at every stage; DeepSpeed: at stage 2 only",
-        "mics_shard_size": "works at stages 1 to 3; DeepSpeed before 0.19: only at stage 3; newer versions refuse it",
-        "mics_hierarchical_params_gather": "nodes are LOCAL_WORLD_SIZE ranks; inside one node a gather is one hop",
-        "zero_hpz_partition_size": "after its first gather in a step a parameter is gathered inside the "
-        "group, in the forward of later microbatches too",
-        "zero_quantized_weights": "blocks of 256 values, 8 bits and a float32 scale each; gathers for checkpoints, "
-        "exports and GatheredParameters are exact, and so are those inside an hpZ group",
-        "zero_quantized_gradients": "at stages 1 to 3, in one hop of 4-bit blocks over all ranks of the shard axis; "
-        "a rank's own term is exact",
-        "zero_quantized_nontrainable_weights": "checkpoints hold the quantised values, unpacked",
-        "leaf_module": "only modules around or beside transformer blocks change the units",
-        "stage3_module_granularity_threshold": "only modules around or beside transformer blocks change the units",
-        "compute_grad_norm": "at every stage; a flag for each parameter, whether it got a gradient, is still sent",
-        "enable_sanity_checks": "checks the order of collectives, equal copies and finite gradients",
+        "stage3_gather_16bit_weights_on_model_save": "save_16bit_model() always writes unsharded weights; the "
+        "Trainer's own saves follow the key",
+        "ignore_unused_parameters": "with false, they are an error at every stage; in DeepSpeed only at stage 2",
+        "mics_shard_size": "works at stages 1 to 3; DeepSpeed before 0.19: only at stage 3; newer versions reject it",
+        "mics_hierarchical_params_gather": "a node is LOCAL_WORLD_SIZE ranks; within one node, a gather is one hop",
+        "zero_hpz_partition_size": "after its first gather in a step, a parameter is gathered within the group, also "
+        "in the forward of later microbatches",
+        "zero_quantized_weights": "blocks of 256 8-bit values with a float32 scale; gathers for checkpoints, exports "
+        "and GatheredParameters are exact, as are those within an hpZ group",
+        "zero_quantized_gradients": "works at stages 1 to 3, in one hop of 4-bit blocks over all ranks of the shard "
+        "axis; a rank's own contribution is exact",
+        "zero_quantized_nontrainable_weights": "checkpoints contain the quantized values, unpacked",
+        "leaf_module": "only modules that contain blocks, or are outside of them, change the units",
+        "stage3_module_granularity_threshold": "only modules that contain blocks, or are outside of them, "
+        "change the units",
+        "compute_grad_norm": "works at every stage; a flag per parameter (has it a gradient?) is still communicated",
+        "enable_sanity_checks": "checks the order of collectives, equality of replicas and finiteness of gradients",
     }
     differs_where: ClassVar[dict[str, Callable[[Any, Mapping[str, Any]], bool]]] = {
         "stage3_gather_16bit_weights_on_model_save": lambda value, tree: (

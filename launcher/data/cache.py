@@ -51,7 +51,7 @@ def build_once(final: Path, build: Callable[[Path], None]) -> Path:
         if damaged:
             if (wrong := fault(final)) is None:
                 return final
-            logger.warning("%s: %s; making it again", final, wrong)
+            logger.warning("%s: %s; rebuilding it", final, wrong)
         if alone:
             for stale in final.parent.glob(f".{final.name}.tmp-*"):
                 shutil.rmtree(stale, ignore_errors=True)

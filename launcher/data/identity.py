@@ -47,23 +47,23 @@ class Identity:
         at = f"sequence {place['samples']:,} of epoch {place['epoch']}"
         if was is None:
             return [
-                f"the checkpoint does not say which data it was trained on: continuing at {at} of the present data"
+                f"the checkpoint does not record its training data: continuing at {at} of the current data"
             ]
         if self.is_other(was):
             return [
-                f"--dataset is not that of the checkpoint, which was at {at}: reading it from its beginning"
+                f"--dataset differs from that of the checkpoint, which was at {at}: starting from its beginning"
             ]
         lines = []
         length, count, seed = was.get("seq_length"), was.get("sequences"), was.get("seed")
         if length != self.seq_length:
             lines.append(
                 f"--seq-length is {self.seq_length} and was {length} in the checkpoint: continuing at {at}, "
-                "which is other text now; some text is read twice in this epoch, and some not at all"
+                "which is different text now; some text is read twice in this epoch, and some not at all"
             )
         elif count != self.sequences:
             lines.append(
-                f"the data have {self.sequences:,} sequences and had {count:,} in the checkpoint: "
-                f"continuing at {at}, which is another sequence now; some are read twice in this epoch, and "
+                f"the data set has {self.sequences:,} sequences and had {count:,} in the checkpoint: "
+                f"continuing at {at}, which is a different sequence now; some are read twice in this epoch, and "
                 "some not at all"
             )
         if seed != self.seed:

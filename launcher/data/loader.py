@@ -177,10 +177,10 @@ def _check_numbers(count: int, global_batch: int, micro_batch: int, dp_rank: int
             fix=f"Make it a multiple of {micro_batch} x {dp_degree}.",
         )
     if not 0 <= dp_rank < dp_degree:
-        raise ConfigError(f"There is no data-parallel rank {dp_rank} among {dp_degree}.")
+        raise ConfigError(f"Data-parallel rank {dp_rank} is out of range: there are {dp_degree} ranks.")
     if count < global_batch:
         raise ConfigError(
             f"The data set has {count} sequences, fewer than one global batch of {global_batch}.",
             where="train_batch_size",
-            fix=f"Give more text, a shorter --seq-length, or a train_batch_size of at most {count}.",
+            fix=f"Use more text, a shorter --seq-length, or a train_batch_size of at most {count}.",
         )

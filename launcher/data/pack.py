@@ -100,7 +100,9 @@ def pack(
         ConfigError: the text is shorter than one row, or the tokenizer has no end-of-sequence token.
     """
     if seq_length < 1:
-        raise ConfigError(f"A sequence of {seq_length} tokens cannot be packed.", where="--seq-length")
+        raise ConfigError(
+            f"Invalid sequence length {seq_length}: it must be at least 1.", where="--seq-length"
+        )
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"The tokenizer {tokenizer.name_or_path!r} has no eos_token to separate documents.",
@@ -114,7 +116,7 @@ def pack(
 
 
 def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, seq_length: int) -> None:
-    logger.info("packing %d documents in rows of %d tokens", len(dataset), seq_length)
+    logger.info("packing %d documents into rows of %d tokens", len(dataset), seq_length)
     dtype = dtype_of(largest_id(tokenizer))
     n_tokens, largest = 0, 0
     with open(directory / "tokens.bin", "wb") as file:
@@ -126,7 +128,7 @@ def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
                     f"The tokenizer {tokenizer.name_or_path!r} produces ids from {array.min()} to {largest}, but its "
                     f"vocabulary ends with {largest_id(tokenizer)}.",
                     where="--tokenizer",
-                    fix="Repair its tokenizer.json, or name another tokenizer.",
+                    fix="Repair its tokenizer.json, or use another tokenizer.",
                 )
             file.write(array.astype(dtype).tobytes())
             n_tokens += len(array)
@@ -134,7 +136,7 @@ def _write(directory: Path, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
         raise ConfigError(
             f"The text has {n_tokens} tokens, too few for one sequence of {seq_length}.",
             where="--seq-length",
-            fix=f"Give more text, or a --seq-length of at most {n_tokens}.",
+            fix=f"Use more text, or a --seq-length of at most {n_tokens}.",
         )
     meta = {
         "format": FORMAT,

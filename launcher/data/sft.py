@@ -130,7 +130,7 @@ def load_sft(
         raise ConfigError(
             f"The tokenizer {tokenizer.name_or_path!r} is not a fast tokenizer with an eos_token.",
             where="--tokenizer",
-            fix="Use a tokenizer with a tokenizer.json that names its eos_token.",
+            fix="Use a tokenizer with a tokenizer.json and an eos_token.",
         )
     rows = _split(load_rows(dataset), split, dataset)
     with valid_text(rows, dataset):
@@ -145,15 +145,15 @@ def load_sft(
     n_dropped = len(encoded) - len(kept)
     if n_truncated or n_dropped:
         logger.warning(
-            "%s: of %d rows, %d were truncated to %d tokens and %d were dropped (no tokens to learn)",
+            "%s: of %d rows, %d were truncated to %d tokens and %d were dropped (no target tokens)",
             dataset, len(encoded), n_truncated, seq_length, n_dropped,
         )  # fmt: skip
     items = _packed(kept, seq_length) if packed else kept
     if not items:
         raise ConfigError(
-            f"No tokens to learn in {len(encoded)} rows of {dataset!r} with sequences of {seq_length} tokens.",
+            f"No target tokens in {len(encoded)} rows of {dataset!r} with sequences of {seq_length} tokens.",
             where="--seq-length",
-            fix="Give more rows, or another --seq-length (a prompt alone may fill it).",
+            fix="Use more rows, or another --seq-length (a prompt alone may fill a sequence).",
         )
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return SftDataset(
@@ -180,7 +180,7 @@ def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: 
     raise ConfigError(
         f"unsupported row format (columns: {', '.join(map(repr, row)) or 'none'})",
         where=where,
-        fix=f"Rows are {ROW_KINDS}.",
+        fix=f"Use rows of the form {ROW_KINDS}.",
     )
 
 
@@ -243,7 +243,7 @@ def _templated(
         if not (whole.startswith(answered) and answered.startswith(prompt)):
             raise ConfigError(
                 "The tokenizer's chat template changes earlier messages when later ones follow, so the "
-                "assistant's tokens cannot be told from the others.",
+                "assistant's tokens cannot be identified.",
                 where=where,
                 fix="Split the conversation into rows that end with each answer, or use prompt and completion.",
             )
@@ -281,8 +281,8 @@ def _split(rows: Dataset, split: str, where: str) -> Dataset:
         return rows
     if split not in ("train", "eval") or len(rows) < 2:
         raise ConfigError(
-            f"No split {split!r} of the {len(rows)} rows in {where!r}.",
-            fix="`train` and `eval` need two rows at least; `all` takes every row.",
+            f"Cannot take the split {split!r} of the {len(rows)} rows in {where!r}.",
+            fix="`train` and `eval` need at least two rows; `all` takes every row.",
         )
     boundary = len(rows) - max(1, round(len(rows) * EVAL_FRACTION))
     return rows.select(range(boundary) if split == "train" else range(boundary, len(rows)))

@@ -26,7 +26,7 @@ EVAL_FRACTION = 0.01
 REPLACED = "\ufffd"
 SUFFIXES = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ACCEPTED = (
-    "name `stdlib`, a Hugging Face dataset id (`owner/name` or `owner/name:config`), "
+    "pass `stdlib`, a Hugging Face dataset id (`owner/name` or `owner/name:config`), "
     "a .txt, .jsonl, .json or .parquet file, or a directory of them"
 )
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -75,7 +75,7 @@ def text_column(rows: Dataset, dataset: str) -> Dataset:
         raise ConfigError(
             f"No column `text` in {dataset!r}; it has {', '.join(map(repr, rows.column_names)) or 'none'}.",
             where="--dataset",
-            fix="Name the column with the documents `text`.",
+            fix="Rename the column with the documents to `text`.",
         )
     column = (named or strings)[0]
     rows = rows.select_columns([column])
@@ -93,11 +93,11 @@ def hold_out(rows: Dataset, split: str, *, where: str, min_eval_chars: int = 819
             data set still yields one whole sequence.
     """
     if split not in ("train", "eval"):
-        raise ConfigError(f"No split {split!r} of {where!r}.", fix="`train`, `eval` or `all`.")
+        raise ConfigError(f"Unknown split {split!r} of {where!r}.", fix="Use `train`, `eval` or `all`.")
     lengths = _lengths(rows)
     total = int(lengths.sum())
     if total < 2:
-        raise ConfigError(f"There is no text in {where!r}.", where="--dataset")
+        raise ConfigError(f"{where!r} contains no text.", where="--dataset")
     target = int(min(max(total * EVAL_FRACTION, min_eval_chars), total / 2))
     from_end = np.cumsum(lengths[::-1])
     count = int(np.searchsorted(from_end, max(target, 1))) + 1
@@ -174,7 +174,7 @@ def _load_local(path: Path) -> Dataset:
         files = [path] if path.suffix in SUFFIXES else []
     if not files:
         raise ConfigError(
-            f"There is no text file of a supported kind in {str(path)!r}.",
+            f"No supported text file in {str(path)!r}.",
             where="--dataset",
             fix=f"{ACCEPTED}.",
         )
@@ -198,7 +198,7 @@ def _decoded(path: Path) -> str:
     text = raw.decode("utf-8", errors="replace")
     places = text.count(REPLACED) - raw.count(REPLACED.encode())
     if places:
-        _tell(f"{path} is not UTF-8 in {places:,} places: these are read as {REPLACED} (U+FFFD)")
+        _tell(f"{path} is not valid UTF-8 in {places:,} places, which are read as {REPLACED} (U+FFFD)")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -219,9 +219,9 @@ def valid_text(rows: Dataset, dataset: str) -> Iterator[None]:
             table.column(name) for name in table.column_names if _is_text(table.schema.field(name).type)
         ]
         wrong = sorted({row for column in columns for row in _undecodable(column)})
-        first = f", the first is row {wrong[0]}" if wrong else ""
+        first = f" (first: row {wrong[0]})" if wrong else ""
         raise ConfigError(
-            f"{max(1, len(wrong)):,} rows of {dataset!r} are not UTF-8{first}: {error.reason}",
+            f"{max(1, len(wrong)):,} rows of {dataset!r} are not valid UTF-8{first}: {error.reason}",
             where="--dataset",
             fix="convert the file: iconv -c -f utf-8 -t utf-8 OLD > NEW drops the invalid bytes",
         ) from None
@@ -241,7 +241,7 @@ def _undecodable(column: pa.ChunkedArray) -> Iterator[int]:
 
 def _load_hub(name: str) -> Dataset:
     identifier, _, config = name.partition(":")
-    failure = f"Cannot load {name!r} from the Hugging Face hub"
+    failure = f"Cannot load {name!r} from the Hugging Face Hub"
     if not (why_not := unreachable()):
         return _read(failure, identifier, config or None)
     offline = datasets.config.HF_HUB_OFFLINE
@@ -262,5 +262,5 @@ def _read(failure: str, *args: Any, **kwargs: Any) -> Dataset:
             cause = cause.__cause__
         reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         if isinstance(cause, StopIteration) or "corresponds to no data" in reason:
-            reason = "there are no rows in it"
+            reason = "it has no rows"
         raise ConfigError(f"{failure}: {reason}", where="--dataset", fix=f"{ACCEPTED}.") from error

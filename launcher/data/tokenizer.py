@@ -53,7 +53,7 @@ def load_tokenizer(name: str | None, model_dir: str | None, vocab_size: int) -> 
         raise ConfigError(
             f"Cannot load a tokenizer from {source!r}: {reason}",
             where="--tokenizer" if name else "--model",
-            fix="Name a Hugging Face id or a directory with tokenizer.json by --tokenizer.",
+            fix="Pass a Hugging Face id or a directory with tokenizer.json as --tokenizer.",
         ) from error
     largest = largest_id(tokenizer)
     if largest >= vocab_size:
@@ -79,7 +79,7 @@ def byte_tokenizer(vocab_size: int = BYTE_VOCAB_SIZE) -> PreTrainedTokenizerFast
             f"vocab_size {vocab_size} is too small for the byte-level tokenizer: "
             f"256 bytes and {len(SPECIAL_TOKENS)} special tokens need {BYTE_VOCAB_SIZE}.",
             where="the model's config.json: vocab_size",
-            fix=f"Set vocab_size >= {BYTE_VOCAB_SIZE}, or name a tokenizer by --tokenizer.",
+            fix=f"Set vocab_size >= {BYTE_VOCAB_SIZE}, or pass another tokenizer as --tokenizer.",
         )
     return _wrap(_byte_level(_base_vocab(), [], split_words=False))
 
@@ -96,9 +96,9 @@ def train_tokenizer(
     """
     if n_tokens < BYTE_VOCAB_SIZE:
         raise ConfigError(
-            f"{n_tokens} tokens are too few: the bytes and the special tokens alone are {BYTE_VOCAB_SIZE}.",
+            f"{n_tokens} tokens are too few: the bytes and the special tokens alone take {BYTE_VOCAB_SIZE}.",
             where="--train-tokenizer",
-            fix=f"Ask for at least {BYTE_VOCAB_SIZE} tokens.",
+            fix=f"Use at least {BYTE_VOCAB_SIZE} tokens.",
         )
     key = cache_key("bpe-1", dataset._fingerprint, n_tokens)
     final = Path(cache_dir or default_cache_dir()) / "tokenizers" / key
@@ -161,7 +161,7 @@ def _train(dataset: Dataset, n_tokens: int) -> PreTrainedTokenizerFast:
         raise ConfigError(
             f"The data set has enough pairs for only {len(vocab)} tokens, but {n_tokens} were requested.",
             where="--train-tokenizer",
-            fix=f"Ask for at most {len(vocab)} tokens, or give more text.",
+            fix=f"Use at most {len(vocab)} tokens, or more text.",
         )
     return _wrap(_byte_level(vocab, [tuple(merge) for merge in trained["merges"]], split_words=True))
 

@@ -51,6 +51,6 @@ def check_vocabulary(data: object, vocabulary: int) -> None:
             f"The data has the token id {data.largest_id}, but the model's vocabulary of {vocabulary} tokens ends "
             f"with {vocabulary - 1}.",
             where=data.origin,
-            fix="name the model's own tokenizer by --tokenizer, or a model whose vocab_size is at least "
+            fix="pass the model's own tokenizer as --tokenizer, or use a model whose vocab_size is at least "
             f"{data.largest_id + 1}",
         )

@@ -41,7 +41,7 @@ class AccumulationMixin:
             raise MisplacedCallError(
                 "set_gradient_accumulation_boundary() has no effect: every step() is a boundary",
                 where="managed_gradient_accumulation is false",
-                fix="call step() where an optimizer step is due, or set the key to true",
+                fix="call step() only when an optimizer step is due, or set the key to true",
             )
         self._boundary = is_boundary
 

@@ -260,8 +260,8 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
     if not all(p.is_meta for p in model.parameters()):
         names = [name for name, p in model.named_parameters() if p.is_meta]
         raise LauncherError(
-            f"{len(names)} parameters are on meta and the others are not: {first_names(names)}",
-            fix="build the whole model under zero.Init() or torch.device('meta'), or none of it",
+            f"{len(names)} parameters are on the meta device, but the rest are not: {first_names(names)}",
+            fix="build the whole model under zero.Init() or torch.device('meta'), or no part of it",
         )
     from launcher.models.initialize import initializer
     from launcher.models.initialize_plan import plan_of
@@ -298,16 +298,16 @@ def spread_experts(
     for name, module in model.named_modules():
         if hasattr(module, SPREAD):
             raise ConfigError(
-                f"the experts of {name} are spread over ranks already, by an earlier engine",
+                f"the experts of {name} were already sharded over the ranks by an earlier engine",
                 where="expert_parallel.size",
-                fix="build the model anew, or load what engine.save_16bit_model() wrote",
+                fix="build the model again, or load the output of engine.save_16bit_model()",
             )
         wanted = getattr(module, SPREAD_OVER, 1)
         if config.expert_parallel.degree == 1 < wanted:  # of a PipelineModule
             raise ConfigError(
                 f"{name} has ep_size {wanted}, which was not known before the layers were built",
                 where="expert_parallel.size",
-                fix=f'write "expert_parallel": {{"size": {wanted}}} into the JSON',
+                fix=f'set "expert_parallel": {{"size": {wanted}}} in the JSON',
             )
     if config.expert_parallel.degree == 1:
         return SplitModel(Axis("ep")), None

@@ -26,7 +26,7 @@ def choose_background(engine: Engine) -> str | None:
     offload = engine.resolved.zero_optimization
     sections = offload.offload_optimizer, offload.offload_param
     if any(section is not None and section.device == "nvme" for section in sections):
-        return "checkpoints are written between steps: the state rests on NVMe"
+        return "checkpoints are written between steps: the state is offloaded to NVMe"
     held = engine.held_bytes()
     owned, written = (
         sum(piece.stop - piece.start for piece in pieces)
@@ -39,7 +39,10 @@ def choose_background(engine: Engine) -> str | None:
     fits = torch.tensor(float(2 * mine * ranks_here <= free), device=engine.device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)
     saver.in_background = bool(fits)
-    copies = f"copies take {in_words(mine)} of host memory a rank"
+    copies = f"copies take {in_words(mine)} of host memory per rank"
     if saver.in_background:
         return f"checkpoints are written in the background: {copies}"
-    return f"checkpoints are written between steps: {copies}, and {in_words(free)} are free for {ranks_here}"
+    return (
+        f"checkpoints are written between steps: {copies}, but only {in_words(free)} is free for "
+        f"{ranks_here} rank{'s' * (ranks_here != 1)}"
+    )

@@ -21,9 +21,9 @@ def forever(loader: Any, epochs: int | None = None) -> Iterator[Any]:
     for epoch in count():
         if epoch == epochs:
             raise ConfigError(
-                f"all {epochs} passes over training_data are done",
+                f"all {epochs} passes over training_data are complete",
                 where="data_efficiency.data_sampling.num_epochs",
-                fix="raise it, or end the loop earlier",
+                fix="increase it, or end the loop earlier",
             )
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
@@ -32,7 +32,7 @@ def forever(loader: Any, epochs: int | None = None) -> Iterator[Any]:
         for batch in loader:
             yield batch
         if batch is None:
-            raise ConfigError("training_data has no whole microbatch for this rank", fix="give more rows")
+            raise ConfigError("training_data has no full microbatch for this rank", fix="provide more rows")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

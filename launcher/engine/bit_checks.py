@@ -51,8 +51,8 @@ class BitChecks:
         if self._replays_in(engine) and not self._replayed:
             if not self._said:
                 logger.warning(
-                    "step %d is not replayed (replica_check.replay_every): this script calls forward and backward by "
-                    "itself; only the steps of engine.train_batch() are",
+                    "step %d is not replayed (replica_check.replay_every): this script calls forward "
+                    "and backward itself; only steps of engine.train_batch() are replayed",
                     engine.global_steps + 1,
                 )
             self._said = True
@@ -68,9 +68,11 @@ class BitChecks:
             with self._acting(engine):
                 _raise_where(
                     gather_plain(self._resting.changed(engine.zero.flats, optimizer.states_in_memory)),
-                    "has other bits in {} than after the step before, and no program has written to it",
-                    "test the memory of this rank's host or GPU, and go on from a checkpoint before this step on "
-                    "another one. A program that writes through tensor.data is not seen: let it write to the tensor",
+                    "has different bits in {} than after the previous step, although nothing has "
+                    "written to it",
+                    "test the memory of this rank's host or GPU, and resume from a checkpoint before "
+                    "this step on another one. Writes through tensor.data are not detected: write to "
+                    "the tensor instead",
                 )
 
     def after_step(self, engine: EngineCore) -> None:
@@ -145,10 +147,10 @@ class BitChecks:
         with self._acting(engine):
             _raise_where(
                 gather_plain([name for name in first if first[name] != second[name]]),
-                "computed other bits of {} when it computed the step again",
-                "if these are all ranks, the model is probably not deterministic, and replay_every cannot be used with "
-                "it: see whether it says the same at every such step. Else test the processors and the memory of this "
-                "rank's host or GPU, and go on from a checkpoint on another one",
+                "computed different bits of {} when it replayed the step",
+                "if these are all ranks and every replayed step fails, the model is probably not "
+                "deterministic, and replay_every cannot be used with it. Otherwise test the processors "
+                "and the memory of this rank's host or GPU, and resume from a checkpoint on another one",
             )
         return losses
 

@@ -137,10 +137,11 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self._refuse_stages("engine.backward()")
         if loss is None:
             raise MisplacedCallError(
-                "engine.backward() was given None: the model returned no loss",
+                "engine.backward() received None: the model returned no loss",
                 where="engine.backward()",
-                fix="call the model with labels; a loader that deals out slices (sp_size) gives shift_labels alone: "
-                "make the loss with model.loss_function(logits, None, vocab_size, shift_labels=shift_labels)",
+                fix="call the model with labels; a loader that splits sequences (sp_size) provides "
+                "only shift_labels: compute the loss with model.loss_function(logits, None, "
+                "vocab_size, shift_labels=shift_labels)",
             )
         if self._config.loss_normalization == "tokens":
             from launcher.engine.token_weights import check_backward
@@ -164,10 +165,10 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         """
         if loss.numel() != 1 or loss.grad_fn is None:
             raise MisplacedCallError(
-                "a loss must be a scalar tensor that was computed from parameters, not one of shape "
+                "a loss must be a scalar tensor computed from parameters, not a tensor of shape "
                 f"{tuple(loss.shape)} {'without' if loss.grad_fn is None else 'with'} a grad_fn",
                 where="engine.scale()",
-                fix="pass it the loss; for other tensors use tensor.backward(gradient)",
+                fix="pass the loss; for other tensors use tensor.backward(gradient)",
             )
         scaled = self._scaled(self._divided(loss))
         scaled = scaled.clone() if scaled is loss else scaled  # do not leave the hook on the caller's tensor
@@ -209,13 +210,16 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         self._check_usable("engine.train_batch()")
         if not self._syncs:
             raise MisplacedCallError(
-                "a whole step inside no_sync()", where="engine.train_batch()", fix="leave no_sync() before it"
+                "engine.train_batch() was called inside no_sync()",
+                where="engine.train_batch()",
+                fix="call it outside no_sync()",
             )
         if self.mesh.axes["pp"].rank == 0 and len(batches) != len(weights):
             raise ConfigError(
-                f"the numbers of microbatches and of weights differ: {len(batches)} and {len(weights)}",
+                f"{len(batches)} microbatches but {len(weights)} weights",
                 where="engine.run_microbatches()",
-                fix="give a weight for each microbatch: 1 / their number, for the mean of their losses",
+                fix="pass one weight per microbatch; 1 / number of microbatches gives the mean of "
+                "their losses",
             )
         steps = self.global_steps
         cut = LazySequence(len(batches), lambda m: self.curriculum.cut(batches[m], steps))
@@ -256,7 +260,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         if boundary and not self._syncs:
             raise MisplacedCallError(
                 "It is illegal to call Engine.step() inside no_sync context manager, at an accumulation boundary",
-                fix="leave no_sync() before it",
+                fix="call it outside no_sync()",
             )
         self._applied = False
         if boundary:
@@ -309,7 +313,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         """
         if self.optimizer is None:
             raise ConfigError(
-                "there is no optimizer to step",
+                "the engine has no optimizer",
                 where="optimizer",
                 fix="add it to the JSON, or pass initialize(optimizer=...)",
             )
@@ -393,7 +397,8 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
     def _refuse_stages(self, what: str) -> None:
         if not self.runtime.staged.is_whole:
             raise ConfigError(
-                f"{what} runs one microbatch on one rank, but the model runs in stages: {self.mesh.axes['pp'].degree}",
+                f"{what} runs one microbatch on one rank, but the model is split into "
+                f"{self.mesh.axes['pp'].degree} pipeline stages",
                 where="pipeline.stages",
                 fix="call engine.train_batch(data_iter) or engine.eval_batch(data_iter)",
             )
@@ -401,10 +406,11 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
     def _check_usable(self, where: str) -> None:
         if self._destroyed:
             raise LauncherError(
-                "this engine has been destroyed: its model does not belong to an engine now",
+                "this engine has been destroyed: its model no longer belongs to an engine",
                 where=where,
-                fix="call initialize() again; a Hugging Face Trainer that has evaluated under ZeRO-3 "
-                "destroys its engine before it trains: train with another Trainer, or evaluate afterwards",
+                fix="call initialize() again; after evaluating under ZeRO-3, a Hugging Face Trainer "
+                "destroys its engine before training: train with another Trainer, or evaluate "
+                "afterwards",
             )
         if self._away:
             self.check_states_are_here(where)

@@ -101,9 +101,9 @@ def _tokens(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
             return leaf.shape[1]
     raise LauncherError(
-        "curriculum learning by sequence length finds no token ids [batch, sequence] in a batch",
+        "curriculum learning by sequence length found no token ids of shape [batch, sequence] in the batch",
         where="data_efficiency.data_sampling.curriculum_learning",
-        fix="give the model input_ids, or turn the section off",
+        fix="pass input_ids to the model, or disable the section",
     )
 
 

@@ -39,11 +39,11 @@ def configured_row(model: nn.Module, config: Config) -> tuple[PipelineModule, Co
         config = config.with_stages(model.num_stages)
     for key, wrong, fix in (
         ("managed_gradient_accumulation", not config.managed_gradient_accumulation, "set it to true"),
-        ("compile", config.compile.on, "delete the section: layers can be compiled as they are made"),
+        ("compile", config.compile.on, "remove the section: compile the layers when you create them"),
     ):
         if wrong:
             raise ArgumentsError(
-                f"what {key} says is not supported with pipeline parallelism of a sequence of layers",
+                f"{key} is not supported with PipelineModule",
                 where=config.where(key),
                 fix=fix,
             )
@@ -104,10 +104,10 @@ def cut_model(
 def _check_cut(row: PipelineModule, staged: SequentialPipeline) -> None:
     if row.cut not in (None, staged.boundaries):
         raise ConfigError(
-            f"the JSON cuts the layers at {staged.boundaries}, but PipelineModule() cut them at {row.cut}: "
-            "the parameters that initialize() was given belong to other stages",
+            f"the JSON splits the layers at {staged.boundaries}, but PipelineModule() split them at "
+            f"{row.cut}: the parameters passed to initialize() belong to other stages",
             where="initialize(optimizer=..., model_parameters=...)",
-            fix="leave them out, or delete partition and schedule in the JSON's section pipeline and give "
+            fix="omit them, or remove partition and schedule from the JSON's pipeline section and pass "
             "PipelineModule(partition_method=...)",
         )
 
@@ -128,10 +128,11 @@ def recompute_stages(model: nn.Module, staged: StagedPart, config: Config, tp: A
         return _recompute_row(staged, section, tp) or checkpoint_blocks(model, blocks, section, tp)
     if interval > 1:
         raise ConfigError(
-            f"{INTERVAL} {interval} groups neighbouring blocks, and the blocks of {type(model).__name__} are called "
-            "one by one by its own forward",
+            f"{INTERVAL} {interval} groups consecutive blocks, but the forward of "
+            f"{type(model).__name__} calls its blocks one by one",
             where=config.where(INTERVAL),
-            fix="write 1, or delete it and write the section activation_checkpointing; both recompute each block",
+            fix="set it to 1, or remove it and add the section activation_checkpointing; both "
+            "recompute each block",
         )
     if interval == 1:
         section = section or ActivationCheckpointingConfig()

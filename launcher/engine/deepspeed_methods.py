@@ -90,9 +90,9 @@ class DeepSpeedMethods:
     @communication_data_type.setter
     def communication_data_type(self, value: torch.dtype) -> None:
         raise ConfigError(
-            "the dtype of gradients that are sent is chosen before the engine is made",
+            "the dtype of gradient communication is fixed when the engine is created",
             where="engine.communication_data_type",
-            fix="write communication_data_type in the JSON",
+            fix="set communication_data_type in the JSON",
         )
 
     def zero_cpu_offload(self) -> bool:
@@ -133,7 +133,7 @@ class DeepSpeedMethods:
             or micro_batch_size < 1
         ):
             raise ConfigError(
-                f"set_train_micro_batch_size({micro_batch_size!r})", fix="give a whole number from 1"
+                f"set_train_micro_batch_size({micro_batch_size!r})", fix="use an integer of at least 1"
             )
         train = micro_batch_size * engine.gradient_accumulation_steps() * engine.dp_world_size
         sizes = {"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": train}
@@ -185,7 +185,7 @@ class DeepSpeedMethods:
         engine = self._engine()
         if engine.zero_optimization_partition_weights():
             raise ConfigError(
-                "module_state_dict() returns whole parameters, but stage 3 shards them",
+                "module_state_dict() returns full parameters, but stage 3 shards them",
                 where="zero_optimization.stage",
                 fix="call engine._zero3_consolidated_16bit_state_dict() on every rank, or save_16bit_model()",
             )
@@ -235,6 +235,6 @@ class DeepSpeedMethods:
         missing = set(found.missing_keys) - set(allowed_missing_keys or ())
         if strict and (missing or found.unexpected_keys):
             raise RuntimeError(
-                f"load_module_state_dict(): the state dict lacks {sorted(missing)} and has unexpected "
+                f"load_module_state_dict(): missing keys {sorted(missing)}, unexpected keys "
                 f"{sorted(found.unexpected_keys)}"
             )

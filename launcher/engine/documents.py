@@ -82,7 +82,7 @@ def check_kept_apart(engine: Engine, rows: int, length: int) -> None:
     dist.all_reduce(leaks, op=dist.ReduceOp.MAX)
     if leaks:
         raise _refusal(
-            engine, f"the loss of a document changes by {leak:.1e} with the tokens of the one before it"
+            engine, f"the loss of a document changes by {leak:.1e} with the tokens of the previous document"
         )
 
 
@@ -92,7 +92,7 @@ def _check_signature(engine: Engine) -> None:
         raise _refusal(engine, "it takes no position_ids")
     takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     if is_flash_attention_requested(_text_config(engine)) and not takes_more:
-        raise _refusal(engine, "it does not pass the borders of documents to FlashAttention")
+        raise _refusal(engine, "it does not pass the document boundaries to FlashAttention")
 
 
 def _text_config(engine: Engine) -> Any:
@@ -103,8 +103,9 @@ def _text_config(engine: Engine) -> Any:
 def _refusal(engine: Engine, why: str) -> ConfigError:
     config = _text_config(engine)
     return ConfigError(
-        f"{type(engine.module).__name__} does not keep packed documents apart: {why}",
+        f"{type(engine.module).__name__} does not separate packed documents: {why}",
         where=f"model_type {config.model_type!r}, attention {config._attn_implementation!r}",
-        fix="pad the rows (finetune without --packed), or let documents see each other (pretrain without "
-        '--document-mask); another attention may work: "attn_implementation" in the model\'s config.json',
+        fix="pad the rows (finetune without --packed), or allow attention across documents (pretrain "
+        'without --document-mask); another attention may work: "attn_implementation" in the '
+        "model's config.json",
     )

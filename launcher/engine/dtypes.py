@@ -44,9 +44,10 @@ def state_dtype(config: Config, client: Any = None) -> torch.dtype:
     narrow = not getattr(asked, STATES, True)
     if client is not None and not narrow and config.bf16.bf16_optimizer_states and hasattr(asked, STATES):
         raise ArgumentsError(
-            f"bf16.bf16_optimizer_states is true, but {type(client).__name__} was made with float32 states",
+            f"bf16.bf16_optimizer_states is true, but {type(client).__name__} was created with float32 "
+            "states",
             where="initialize(optimizer=...)",
-            fix=f"make it with {STATES}=False, or set bf16_optimizer_states to false",
+            fix=f"create it with {STATES}=False, or set bf16_optimizer_states to false",
         )
     if config.bf16.enabled and (
         config.bf16.bf16_optimizer_states or (narrow and config.bf16.bf16_master_weights_and_grads)
@@ -109,7 +110,7 @@ def kept_in_fp32(config: Config, model: nn.Module) -> re.Pattern[str] | None:
                 raise ConfigError(
                     f"{name!r} matches no parameter or buffer of the model",
                     where="data_types.keep_in_fp32_modules",
-                    fix=f"write a part of a name such as {names[0]!r}, or take it out",
+                    fix=f"use part of a name such as {names[0]!r}, or remove the entry",
                 )
     return re.compile("|".join(patterns)) if patterns else None
 
@@ -152,6 +153,6 @@ def _module_class(name: str) -> type[nn.Module]:
         raise ConfigError(
             f"{name!r} is not a module class that can be imported",
             where=SAFE_MODULES,
-            fix='write the full name, such as "torch.nn.Linear"',
+            fix='use the full name, such as "torch.nn.Linear"',
         )
     return found

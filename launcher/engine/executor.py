@@ -63,23 +63,24 @@ class EngineExecutor:
             raise ConfigError(
                 "the model returns no loss",
                 where="engine.train_batch()",
-                fix="give labels with every batch, and a PipelineModule its loss_fn, or let its last layer return the "
-                "loss, one number",
+                fix="pass labels in every batch; for a PipelineModule pass a loss_fn, or return a "
+                "scalar loss from its last layer",
             )
         loss = loss_in(output)
         if loss.numel() != 1:
-            what = f"{loss.numel()} numbers: shape {tuple(loss.shape)}"
+            what = f"a tensor of shape {tuple(loss.shape)}"
             raise ConfigError(
-                f"the model returns no loss, which is one number, but {what}",
+                f"the model returns {what} in place of a scalar loss",
                 where="engine.train_batch()",
-                fix="let the model return its loss, or a dict with one, and give a PipelineModule its loss_fn",
+                fix="return the loss, or a dict with a loss, from the model; for a PipelineModule pass "
+                "a loss_fn",
             )
         loss = loss.reshape(())
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise MisplacedCallError(
-                "the loss depends on no parameter that is trained",
+                "the loss does not depend on any trainable parameter",
                 where="engine.train_batch()",
-                fix="let a parameter of the model require gradients, and compute the loss without detach()",
+                fix="set requires_grad on the parameters to train, and compute the loss without detach()",
             )
         return loss
 

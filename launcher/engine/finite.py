@@ -56,8 +56,9 @@ def check_scales(kinds: set[bool], loss_scale: float, accumulation: int) -> None
     """Raise LauncherError if only some losses of a step were scaled (by `engine.backward`)."""
     if len(kinds) == 2 and (loss_scale != 1 or accumulation > 1):
         raise LauncherError(
-            "some gradients of this step came through engine.backward(), which scales the loss "
-            f"(fp16 loss scale {loss_scale:g}, {accumulation} microbatches), and some through loss.backward()",
+            "some gradients of this step came through engine.backward(), which scales the loss (fp16 "
+            f"loss scale {loss_scale:g}, {accumulation} microbatches), and some through a plain "
+            "loss.backward()",
             where="engine.step()",
             fix="call engine.backward(loss) for every loss of the step",
         )

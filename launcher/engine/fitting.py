@@ -111,9 +111,9 @@ def _check_ties(path: Path, metadata: Metadata, ties: dict[str, str]) -> None:
             store.reading(path, metadata)(pair)
             if not torch.equal(*pair.values()):
                 raise CheckpointError(
-                    f"The checkpoint has other values for {other} than for {name}, and the model ties them.",
+                    f"The checkpoint has different values for {other} and {name}, but the model ties them.",
                     where=str(path),
-                    fix="build the model as it was: its config.json says tie_word_embeddings",
+                    fix="build the model as it was saved: see tie_word_embeddings in its config.json",
                 )
 
 
@@ -128,10 +128,10 @@ def _check_groups(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
     strange = [name for group in names for name in group if name not in known]
     if known and strange and ("writer" in meta or meta.get("imported_from")):
         raise CheckpointError(
-            f"The optimizer of the checkpoint did not have {len(strange)} parameters that are trained here: "
-            f"{first_names(strange)}.",
+            f"The optimizer state of the checkpoint lacks {len(strange)} parameters that are trained "
+            f"in this run: {first_names(strange)}.",
             where=str(path),
-            fix="train those that were trained, tied as they were, or pass load_optimizer_states=False",
+            fix="train the same parameters with the same ties, or pass load_optimizer_states=False",
         )
 
 
@@ -144,9 +144,9 @@ def _check_meta(path: Path, meta: dict[str, Any]) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{path / META_FILE} is not a record of a run: {'; '.join(wrong)}.",
+            f"{path / META_FILE} is not valid checkpoint metadata: {'; '.join(wrong)}.",
             where=str(path / META_FILE),
-            fix="it is damaged; load another tag",
+            fix="the checkpoint is damaged; load another tag",
         )
 
 
@@ -160,9 +160,9 @@ def _check_settings(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
     was, now = meta.get("model"), settings_of(engine.module)
     if was and now and (found := differences(was, now)):
         raise CheckpointError(
-            f"The checkpoint is of a model with other settings: {'; '.join(found[:8])}.",
+            f"The checkpoint belongs to a model with different settings: {'; '.join(found[:8])}.",
             where=str(path),
-            fix="build the model as it was. To continue anyway: --allow-model-changes (recipes), "
+            fix="build the model as it was saved. To continue anyway: --allow-model-changes (recipes), "
             "load_checkpoint(allow_model_changes=True)",
         )
 
@@ -173,7 +173,7 @@ def _check_names(path: Path, stored: Stored, known: set[str]) -> None:
         raise CheckpointError(
             f"The checkpoint has {len(others)} tensors that the model does not have: {first_names(others)}.",
             where=str(path),
-            fix="load it with the model that it was saved from, or pass load_module_strict=False",
+            fix="load it into the model that it was saved from, or pass load_module_strict=False",
         )
 
 
@@ -195,19 +195,19 @@ def _check_shapes(
         for name, shape in mine.items()
         if name in stored and stored[name].size != shape
     ]
-    found = (("missing", missing), ("of another shape", wrong))
+    found = (("missing", missing), ("with a different shape", wrong))
     if missing and not wrong and frozen.issuperset(missing):
         raise CheckpointError(
-            f"The checkpoint has none of {len(missing)} frozen parameters: {first_names(missing)}.",
+            f"The checkpoint lacks {len(missing)} frozen parameters: {first_names(missing)}.",
             where=str(path),
-            fix="it was saved without them: load them first, and pass load_module_strict=False",
+            fix="it was saved without them: load them separately first, and pass load_module_strict=False",
         )
     if said := [f"{len(names)} {what}: {first_names(names)}" for what, names in found if names]:
         raise CheckpointError(
             f"The checkpoint does not fit the model: {'; '.join(said)}.",
             where=str(path),
-            fix="load it with the model that it was saved from, and one that was saved to node-local storage on the "
-            "same ranks of the same nodes",
+            fix="load it into the model that it was saved from; a checkpoint on node-local storage "
+            "also needs the same ranks on the same nodes",
         )
 
 
@@ -221,9 +221,9 @@ def _check_kinds(engine: Engine, path: Path, stored: Stored) -> None:
     ]
     if odd:
         raise CheckpointError(
-            f"The checkpoint has {len(odd)} parameters in another kind of numbers: {first_names(odd)}.",
+            f"The checkpoint has {len(odd)} parameters with incompatible dtypes: {first_names(odd)}.",
             where=str(path),
-            fix="load one whose weights are not quantised",
+            fix="load a checkpoint whose weights are not quantised",
         )
 
 
@@ -234,12 +234,12 @@ def _check_optimizer(engine: Engine, path: Path, meta: dict[str, Any]) -> None:
     # DeepSpeed checkpoints do not name the optimizer; the candidates are inferred from the states
     theirs = theirs if isinstance(theirs, list) else [theirs]
     if mine[0] not in theirs:
-        has = f"the state of {' or '.join(theirs)}" if theirs else "weights, and no state of an optimizer"
+        has = f"the state of {' or '.join(theirs)}" if theirs else "weights but no optimizer state"
         raise CheckpointError(
-            f"The checkpoint has {has}, but this run steps with {mine[0]}.",
+            f"The checkpoint has {has}, but this run uses {mine[0]}.",
             where=str(path),
-            fix="use the optimizer that it was saved with, or pass load_optimizer_states=False. A recipe starts from "
-            "weights alone with --model, after `launch export --format hf`",
+            fix="use the optimizer that it was saved with, or pass load_optimizer_states=False. To "
+            "start a recipe from the weights only, use --model after `launch export --format hf`",
         )
 
 
@@ -252,9 +252,9 @@ def _check_schedule(engine: Engine, path: Path, state: dict[str, Any] | None) ->
     if known and state is not None and theirs in state and mine not in state:
         name = getattr(engine.lr_scheduler, "name", "") or type(engine.lr_scheduler).__name__
         raise CheckpointError(
-            f"The checkpoint has the state of another kind of schedule than {name}.",
+            f"The scheduler state of the checkpoint does not belong to {name}.",
             where=str(path),
-            fix="write the scheduler that it was saved with, or pass load_lr_scheduler_states=False",
+            fix="use the scheduler that it was saved with, or pass load_lr_scheduler_states=False",
         )
 
 
@@ -275,7 +275,8 @@ def _check_states(engine: Engine, path: Path, stored: Stored, *, strict: bool) -
         states[name].add(f"{kind}/{key}")
     if strange:
         raise CheckpointError(
-            f"The checkpoint has {len(strange)} tensors that belong to none of its parameters: {first_names(strange)}.",
+            f"The checkpoint has {len(strange)} optimizer tensors without a parameter: "
+            f"{first_names(strange)}.",
             where=str(path),
             fix="it is damaged; load another checkpoint (tag)",
         )

@@ -261,7 +261,8 @@ def _set(param: Tensor, held: FragmentGetter, value: Tensor, *, local: bool = Fa
 def _check(place: _ParamFragment, value: Tensor, shape: torch.Size) -> None:
     if value.shape != shape:
         raise LauncherError(
-            f"{place.slot.name} has shape {tuple(shape)} here, the value has {tuple(value.shape)}",
+            f"{place.slot.name} has shape {tuple(shape)} on this rank, but the value has shape "
+            f"{tuple(value.shape)}",
             fix="pass a value of the same shape",
         )
 
@@ -274,8 +275,9 @@ def _copy(mine: Tensor | None, value: Tensor, place: _ParamFragment, *, kept: bo
     """
     if mine is None and (place.size or not kept):
         raise LauncherError(
-            f"{place.slot.name} has no such value yet",
-            fix="states come with the first step, gradients with a backward at an accumulation boundary",
+            f"{place.slot.name} does not have this value yet",
+            fix="optimizer states exist after the first step, gradients after backward at an "
+            "accumulation boundary",
         )
     if mine is not None:
         mine.copy_(value)

@@ -24,7 +24,7 @@ DATA = ("get_data_parallel_{}",)
 WORDS = {
     "tp": "tensor-parallel ranks",
     "pp": "pipeline stages",
-    "cp": "ranks that share a sequence",
+    "cp": "context-parallel ranks",
     "dp": "data-parallel ranks",
 }
 WHERE = "initialize(mpu=...)"
@@ -41,10 +41,10 @@ def loaded_config(args: Any, config: Any) -> Config:
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
-        raise ArgumentsError(f"the config is given twice: {' and '.join(given)}", fix="give it once")
+        raise ArgumentsError(f"the config is given twice: {' and '.join(given)}", fix="pass it only once")
     if not given and (of_launch := os.environ.get("LAUNCHER_CONFIG")):
         if dist.get_rank() == 0:
-            logger.info("initialize() was given no config: using that of `launch --config`, %s", of_launch)
+            logger.info("initialize() without config: using the config of `launch --config`, %s", of_launch)
         given = {"launch --config": of_launch}
     if not given:
         raise ArgumentsError(
@@ -65,7 +65,7 @@ def tell(config: Config) -> None:
     idle = [note for note in config.notes if note.kind in ("no effect", "foreign")]
     if idle:
         lines = "".join(f"\n  {note}" for note in idle)
-        logger.warning("keys of the configuration that change nothing:%s", lines)
+        logger.warning("config keys that have no effect:%s", lines)
     for note in config.notes:
         if note.kind not in ("no effect", "foreign", "comment"):
             logger.info("%s", note)
@@ -92,21 +92,25 @@ def check_mpu(mpu: Any, mesh: Mesh, model: nn.Module) -> None:
     ):
         size, rank = _asked(mpu, names, "world_size"), _asked(mpu, names, "rank")
         if size is not None and size != axis.degree:
-            here = f"{key} is {axis.degree}" if key else f"here there are {axis.degree}"
-            what = f"mpu says that there are {size} {WORDS[axis.name]}, but {here}"
-            raise ConfigError(what, where=WHERE, fix=f"write {key}: {size}" if key else "make them the same")
+            here = f"the config sets {key} to {axis.degree}" if key else f"the mesh has {axis.degree}"
+            what = f"mpu reports {size} {WORDS[axis.name]}, but {here}"
+            raise ConfigError(
+                what, where=WHERE, fix=f"set {key} to {size}" if key else "make the two degrees equal"
+            )
         if rank is not None and rank != axis.rank:
             raise ConfigError(
-                f"mpu counts this rank as {rank} of the {WORDS[axis.name]}, but here it is {axis.rank}",
+                f"mpu numbers this rank {rank} among the {WORDS[axis.name]}, but the mesh numbers it "
+                f"{axis.rank}",
                 where=WHERE,
-                fix="let neighbouring ranks share a layer, and count data-parallel ranks in the order of ranks",
+                fix="order the ranks of mpu with tensor parallelism innermost (adjacent ranks) and "
+                "data-parallel ranks ascending",
             )
     split = [name for name, p in model.named_parameters() if getattr(p, "tensor_model_parallel", False)]
     if split and mesh.axes["tp"].degree > 1:
         raise ConfigError(
-            f"layers are split already ({split[0]}), and tensor_parallel.autotp_size would split them again",
+            f"layers are already split ({split[0]}), and tensor_parallel.autotp_size would split them again",
             where=WHERE,
-            fix="build the model with whole layers",
+            fix="build the model with unsplit layers",
         )
 
 

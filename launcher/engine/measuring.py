@@ -49,9 +49,10 @@ def costs_of_blocks(
     vocabulary, section = getattr(text, "vocab_size", None), config.pipeline
     if vocabulary is None:
         raise ConfigError(
-            f'"{METHOD}" measures tokens, and {type(model).__name__} has no config that gives their number',
+            f'"{METHOD}" needs the sequence length, but {type(model).__name__} has no config that '
+            "specifies it",
             where=config.where(WHERE),
-            fix='write "best"',
+            fix='use "best"',
         )
     recomputed = config.activation_checkpointing is not None or section.activation_checkpoint_interval == 1
     size = int(str(config.train_micro_batch_size_per_gpu))
@@ -66,8 +67,8 @@ def costs_of_blocks(
     each = sorted(block * 1e3 for block in costs.blocks)
     guessed = "" if seq_length else ", a length that initialize(seq_length=...) can change"
     return costs, (
-        f"measured with {size} x {length} tokens{guessed}: {costs.before * 1e3:.1f} ms before the blocks, "
-        f"{each[0]:.1f} to {each[-1]:.1f} ms a block, {costs.after * 1e3:.1f} ms after them"
+        f"measured with {size} x {length} tokens{guessed}: {costs.before * 1e3:.1f} ms before the "
+        f"blocks, {each[0]:.1f} to {each[-1]:.1f} ms per block, {costs.after * 1e3:.1f} ms after them"
     )
 
 
@@ -89,7 +90,8 @@ def costs_of_layers(
         raise ConfigError(
             f'"{METHOD}" measures a microbatch, but the inputs of these layers are not known before the first one',
             where=config.where(WHERE),
-            fix='pass training_data to launcher.initialize(): its first rows are measured; or write "parameters"',
+            fix="pass training_data to launcher.initialize(): its first rows are measured; or use "
+            '"parameters"',
         )
     size = min(len(data), int(str(config.train_micro_batch_size_per_gpu)))
     way = _way(row.whole(), mesh, config, recomputed=config.activation_checkpointing is not None)
@@ -99,9 +101,9 @@ def costs_of_layers(
             batch = (collate_fn or default_collate)([data[i] for i in range(size)])
         if not isinstance(batch, list | tuple) or not 1 <= len(batch) <= 2:
             raise ConfigError(
-                f'"{METHOD}" takes pairs (inputs, labels) out of training_data, not {type(batch).__name__}s',
+                f'"{METHOD}" needs pairs (inputs, labels) from training_data, not {type(batch).__name__}',
                 where=config.where(WHERE),
-                fix='pass a collate_fn that makes pairs, or write "parameters"',
+                fix='pass a collate_fn that returns pairs, or use "parameters"',
             )
         batch = to_device(batch, mesh.device)
         if config.fp16.enabled and config.fp16.auto_cast:
@@ -129,7 +131,9 @@ def _told_by_rank_0(measured: Callable[[], T], mesh: Mesh) -> T:
         try:
             told = measured()
         except Exception as error:
-            error.add_note(f'while "{WHERE}": "{METHOD}" measured; "best" and "parameters" measure nothing')
+            error.add_note(
+                f'measuring the layers for "{WHERE}": "{METHOD}"; "best" and "parameters" need no measurement'
+            )
             raise
     found: T = broadcast_from_first(told) if mesh.world_size > 1 else told
     return found

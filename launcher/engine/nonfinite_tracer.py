@@ -49,19 +49,22 @@ class NonFiniteTracer:
         found = {rank: name for rank, name in enumerate(gather_plain(module)) if name is not None}
         if found:
             rank, name = next(iter(found.items()))
-            where = f"The first non-finite output, on rank {rank}, is that of {name}."
+            where = f"The first module with a non-finite output, on rank {rank}, is {name}."
         elif stepped_already:
-            where = "The weights have changed since; with gradient_clipping above 0 the module is named."
+            where = (
+                "The module cannot be determined because the weights have already been updated; set "
+                "gradient_clipping above 0 to find it."
+            )
         else:
             which = in_words(find_overflows(engine.zero))
             again = (
-                "" if self.inputs is None else "When it ran again, the last microbatch gave finite outputs. "
+                ""
+                if self.inputs is None
+                else "All outputs were finite when the last microbatch was run again. "
             )
-            where = (
-                f"{again}Non-finite gradients, in the order of the backward: {which or 'of another stage'}."
-            )
+            where = f"{again}Non-finite gradients, in backward order: {which or 'on another stage'}."
         if engine.mesh.rank == 0:
-            so = "the step is skipped" if skipped else "the weights will not be, either"
+            so = "the step is skipped" if skipped else "the step makes the weights non-finite"
             what = f"step {engine.global_steps + 1}: the gradient is not finite, and {so}."
             engine.telemetry.say(f"warning: {what} {where} This is reported once.")
         self.inputs = None

@@ -35,8 +35,8 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
     steps, rate = steps_in_schedule(meta["scheduler"]), f"{engine.get_lr()[0]:g}"
     if scheduler and engine.lr_scheduler is not None and steps is not None:
         placed = state_at(engine.lr_scheduler, steps) is not None
-        at = f"goes on at step {steps}, with the rate {rate}" if placed else "starts at its first step"
-        logger.warning("the checkpoint does not have the state of a schedule: that of this run %s", at)
+        at = f"continues at step {steps} with learning rate {rate}" if placed else "starts at its first step"
+        logger.warning("the checkpoint has no schedule state: the schedule of this run %s", at)
         return
     if scheduler and engine.lr_scheduler is not None and meta["scheduler"] is None:
         logger.warning(
@@ -45,7 +45,7 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
         return
     if optimizer and engine.lr_scheduler is None and meta["scheduler"] is not None:
         had = (
-            "the checkpoint had a schedule, and this run has none"
+            "the checkpoint had a schedule, but this run has none"
             if steps is None
             else "this run has no schedule"
         )
@@ -55,11 +55,20 @@ def tell_rates(engine: Engine, meta: Mapping[str, Any], *, optimizer: bool, sche
     if not changes:
         return
     if scheduler and isinstance(engine.lr_scheduler, Schedule):
-        what = "the schedule continues with the JSON's present values, after one more step at the checkpoint's rate"
+        what = (
+            "the schedule continues with the current values of the JSON, after one more step at the "
+            "checkpoint's rate"
+        )
     elif scheduler and engine.lr_scheduler is not None:
-        what = "using the checkpoint's value, which its schedule keeps; load_lr_scheduler_states=False starts over"
+        what = (
+            "using the value of the checkpoint's schedule; load_lr_scheduler_states=False restarts the "
+            "schedule"
+        )
     elif optimizer and engine.lr_scheduler is None:
-        what = f"using the checkpoint's value, {engine.get_lr()[0]:g}; engine.set_lr(), or a scheduler, changes it"
+        what = (
+            f"using the checkpoint's value, {engine.get_lr()[0]:g}; change it with engine.set_lr() or "
+            "a scheduler"
+        )
     else:
         return
     logger.warning("learning rate: %s: %s", "; ".join(changes), what)
@@ -87,11 +96,11 @@ def tell_options(engine: Engine, meta: Mapping[str, Any]) -> None:
         for key in sorted(keys & group.keys() & saved[number].keys()):
             was, now = _plain(saved[number][key]), _plain(group[key])
             if was != now:
-                told[f"{key} {was} in place of {now}"] = None
+                told[f"{key} {was} instead of {now}"] = None
     if told:
         logger.warning(
-            "the optimizer has the options of the checkpoint: %s. A script changes them by writing to "
-            "engine.optimizer.param_groups after the load",
+            "using the optimizer options of the checkpoint: %s. To change them, edit "
+            "engine.optimizer.param_groups after loading",
             "; ".join(told),
         )
 
@@ -107,7 +116,7 @@ def _changes(was: Any, now: Any) -> Iterator[str]:
         before, after = _params(was, section), _params(now, section)
         for key in sorted(before.keys() & after.keys()):
             if "lr" in key.split("_") and before[key] != after[key]:
-                yield f"{section}.params.{key} was {before[key]} in the checkpoint and is {after[key]}"
+                yield f"{section}.params.{key} was {before[key]} in the checkpoint and is now {after[key]}"
 
 
 def _params(config: Any, section: str) -> Mapping[str, Any]:

@@ -32,9 +32,9 @@ def ranks(engine: Engine) -> str:
     return (
         f"{engine.world_size} on {device} ({backend}{', ' + through if through else ''}), "
         + (f"{stages} pipeline stages, " if stages > 1 else "")
-        + (f"{shared} share each layer, " if shared > 1 else "")
-        + (f"{cp} share each sequence ({how}), " if cp > 1 else "")
-        + (f"{ep} share the experts of each layer, " if ep > 1 else "")
+        + (f"tensor parallel {shared}, " if shared > 1 else "")
+        + (f"context parallel {cp} ({how}), " if cp > 1 else "")
+        + (f"expert parallel {ep}, " if ep > 1 else "")
         + f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
         + (f" under autocast to {autocast.dtype or 'bf16'}" if autocast.enabled else "")
     )
@@ -53,7 +53,7 @@ def batch(engine: Engine) -> str:
 def announce(engine: Engine) -> None:
     """Log ranks and batch of a script's engine on rank 0; recipes print them themselves."""
     if engine.mesh.rank == 0:
-        logger.info("launcher's engine: ranks %s; batch %s", ranks(engine), batch(engine))
+        logger.info("launcher engine: ranks %s; batch %s", ranks(engine), batch(engine))
 
 
 def loaded(engine: Engine, path: Path, meta: Mapping[str, Any]) -> None:
@@ -67,8 +67,8 @@ def other_batch(engine: Engine, meta: Mapping[str, Any]) -> None:
     was, now = _batch_of(meta), engine.train_batch_size()
     if engine.mesh.rank == 0 and not engine.quiet and was not in (None, now):
         logger.warning(
-            "a step has %d sequences, and had %d in the checkpoint: the learning rate and the number of steps mean "
-            "something else now",
+            "the global batch is %d sequences, but was %d in the checkpoint: the learning rate and "
+            "step count may need to be adjusted",
             now,
             was,
         )

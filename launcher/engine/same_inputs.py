@@ -113,7 +113,7 @@ class SameInputs:
         mine, self._step = self._step, torch.zeros_like(self._step)
         if float(total) != 0:
             self._compare(mine, f"step {step}")
-            raise _different("other ranks of this run that are one copy of the model", f"step {step}")
+            raise _different("some ranks that belong to the same model replica", f"step {step}")
 
     def _compare(self, mine: Tensor, where: str) -> None:
         every = mine.new_zeros(self.axis.degree)
@@ -123,7 +123,9 @@ class SameInputs:
         others = [str(rank) for rank, found in zip(ranks, digests, strict=True) if found != digests[0]]
         if others:
             few = ", ".join(others[:8]) + (", ..." if len(others) > 8 else "")
-            raise _different(f"{self.axis.members} are one {self._kind} group: {few} and {ranks[0]}", where)
+            raise _different(
+                f"{self.axis.members} form one {self._kind} group: ranks {few} and {ranks[0]}", where
+            )
 
 
 def digest(inputs: Any, device: torch.device, *, embeddings: bool = False) -> Tensor:
@@ -157,11 +159,11 @@ def digest(inputs: Any, device: torch.device, *, embeddings: bool = False) -> Te
 
 def _different(who: str, where: str) -> LauncherError:
     return LauncherError(
-        f"{who} got different inputs, though they compute parts of one model",
+        f"{who} received different inputs, but must receive the same",
         where=where,
-        fix="all ranks that share the layers or the sequences of one model need the same batches, and a sampler over "
-        "all ranks, the default of DistributedSampler, gives each its own: write "
-        "DistributedSampler(data, num_replicas=engine.mesh.dp.degree, "
-        "rank=engine.mesh.dp.rank), or pass initialize(training_data=...). Data that is random (augmentation, noise) "
-        "needs a seed that these ranks share",
+        fix="pass the same batches to all ranks of a model-parallel group (tp, cp and pp). "
+        "DistributedSampler splits the data over all ranks by default: use "
+        "DistributedSampler(data, num_replicas=engine.mesh.dp.degree, rank=engine.mesh.dp.rank), "
+        "or pass initialize(training_data=...). Random data (augmentation, noise) needs the same "
+        "seed on these ranks",
     )

@@ -78,8 +78,8 @@ class CheckpointMixin:
         if len(set(named)) > 1 and self._engine().global_rank == 0:
             other = next(rank for rank, name in enumerate(named) if name != named[0])
             logger.warning(
-                "save_checkpoint(): rank 0 passed %s, and rank %d passed %s. A checkpoint is one "
-                "directory: using that of rank 0",
+                "save_checkpoint(): rank 0 passed %s, but rank %d passed %s. A checkpoint is one "
+                "directory: using the one of rank 0",
                 named[0], other, named[other],
             )  # fmt: skip
         return Path(named[0])
@@ -121,8 +121,8 @@ class CheckpointMixin:
             raise ArgumentsError(
                 "custom_load_fn is not called: no rank has the whole model while a checkpoint is loaded",
                 where="load_checkpoint()",
-                fix="write load_module_strict=False to load the parameters that have the same name, or change values "
-                "inside of deepspeed.zero.GatheredParameters after it",
+                fix="pass load_module_strict=False to load the parameters with matching names, or "
+                "change values inside deepspeed.zero.GatheredParameters after it",
             )
         if (versions := self._engine().versions) is not None:
             versions.forget()  # older weights are not in a checkpoint
@@ -163,9 +163,10 @@ class CheckpointMixin:
             export_model(engine, directory, exclude_frozen_parameters)
         elif save_filename.endswith(".safetensors"):
             raise ConfigError(
-                f"save_filename {save_filename!r}: safetensors are written under one name, and large models in parts",
+                f"save_filename {save_filename!r}: safetensors files have a fixed name, and large "
+                "models are split into several files",
                 where="save_16bit_model()",
-                fix=f"leave it out; from_pretrained reads {SINGLE_FILE}",
+                fix=f"omit it; from_pretrained reads {SINGLE_FILE}",
             )
         else:
             export_pickle(engine, directory / save_filename, exclude_frozen_parameters)
@@ -187,6 +188,8 @@ class CheckpointMixin:
 def _directory(given: str | Path | None) -> Path:
     if not given or not str(given):
         raise ConfigError(
-            f"save_dir is {given!r}", where="save_checkpoint()", fix="name a directory that all ranks see"
+            f"save_dir is {given!r}",
+            where="save_checkpoint()",
+            fix="pass a directory that all ranks can access",
         )
     return Path(given)

@@ -49,8 +49,9 @@ def sequences_of(
         by = CutBy.HOOKS if config.cp_degree == 1 or _is_transformers(model) else CutBy.SCRIPT
     if by is CutBy.SCRIPT and config.cp_degree > 1 and dist.get_rank() == 0:
         logger.warning(
-            "%s: its attention must exchange tokens by itself (deepspeed.sequence.layer.DistributedAttention), and the "
-            "script must give each of the %d ranks its slice of a sequence",
+            "%s: its attention must exchange tokens itself "
+            "(deepspeed.sequence.layer.DistributedAttention), and the script must pass each of the %d "
+            "ranks its slice of a sequence",
             type(model).__name__,
             config.cp_degree,
         )

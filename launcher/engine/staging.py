@@ -109,16 +109,16 @@ def versions_of(zero: ZeroModel, staged: StagedPart, config: Config) -> Versions
     where = config.where("pipeline.schedule")
     if zero.pp.degree == 1:
         raise ConfigError(
-            f'"{section.schedule}" needs two stages or more, and one rank has all layers',
+            f'"{section.schedule}" needs at least two pipeline stages, but one rank has all layers',
             where=where,
-            fix='write "stages" in pipeline, or "schedule": "1f1b"',
+            fix='set pipeline.stages, or use "schedule": "1f1b"',
         )
     if section.updates_inside and staged.shared:
         raise ConfigError(
-            f'{", ".join(sorted(staged.shared))} is on several stages, and with "pipedream" each stage updates its '
-            "weights by itself: they would drift apart",
+            f'{", ".join(sorted(staged.shared))} is on several stages, but with "pipedream" each stage '
+            "updates its weights separately: the copies would diverge",
             where=where,
-            fix='untie it (tie_word_embeddings false), or write "2bw" or "1f1b"',
+            fix='untie it (tie_word_embeddings false), or use "2bw" or "1f1b"',
         )
     if dist.get_rank() == 0:
         print(

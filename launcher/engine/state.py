@@ -176,8 +176,8 @@ def _schedule(engine: Engine, meta: dict[str, Any]) -> dict[str, Any] | None:
     groups, count = saved_groups(optimizer, engine.optimizer.group_names()), len(optimizer["param_groups"])
     if groups != list(range(count)) and engine.global_rank == 0:
         logger.warning(
-            "the param groups are others than in the checkpoint: options and rates follow their parameters, and a "
-            "list in the JSON's scheduler belongs to the groups of this run"
+            "the param groups differ from those in the checkpoint: options and learning rates follow "
+            "their parameters, and a list in the JSON's scheduler applies to the groups of this run"
         )
     return schedule_of(state, groups, count)
 
@@ -218,10 +218,10 @@ def _optimizer_state(engine: Engine, window: PrefetchWindow) -> LogicalTensors:
                     tensors[f"optimizer/{key}/{name}"] = _flat_slice(engine, piece, part, window)
             elif not isinstance(value, Tensor) or value.shape not in ((), (owned.part.numel,)):
                 raise CheckpointError(
-                    f"The optimizer's state {key!r} of {name} is neither a number nor shaped like the parameter, "
-                    "so it cannot be saved free of topology.",
+                    f"The optimizer's state {key!r} of {name} is neither a scalar nor shaped like the "
+                    "parameter, so it cannot be saved in a topology-independent checkpoint.",
                     where=engine.get_type()[0],
-                    fix="use an optimizer of torch.optim",
+                    fix="use a torch.optim optimizer",
                 )
             elif value.dim() == 0:
                 tensors[f"scalar/{key}/{name}"] = value

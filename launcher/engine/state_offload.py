@@ -91,7 +91,7 @@ class StateOffloadMixin:
         if strange or str(getattr(device, "value", device)) != "cpu":
             raise LauncherError(
                 f"offload_states() cannot move {', '.join(strange) or f'to {device}'}",
-                fix=f'name some of {", ".join(KINDS)}, and device="cpu"',
+                fix=f'use {", ".join(KINDS)} and device="cpu"',
             )
         self.check_states_are_here("offload_states()")
         if engine.device.type == "cpu" and not self._puts_away_on_cpu:
@@ -119,7 +119,7 @@ class StateOffloadMixin:
         """Raise LauncherError if states are offloaded."""
         if self._away:
             raise LauncherError(
-                f"{who} needs states that offload_states() has moved to host memory",
+                f"{who} needs states that offload_states() moved to host memory",
                 fix="call engine.reload_states() first",
             )
 

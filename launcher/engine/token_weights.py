@@ -32,9 +32,9 @@ def learned_tokens(batch: Any) -> int:
     shifted = batch.get("shift_labels") if isinstance(batch, Mapping) else None
     if shifted is None and labels is None:
         raise ConfigError(
-            'the microbatch has no "labels" whose tokens could be counted',
+            'the microbatch has no "labels" to count tokens in',
             where=KEY,
-            fix='give microbatches as dicts with "labels", or leave the key out',
+            fix='pass microbatches as dicts with "labels", or remove the key',
         )
     counted: Tensor = labels[:, 1:] if shifted is None else shifted  # type: ignore[index]
     return int((counted != IGNORED).sum())
@@ -56,9 +56,9 @@ def token_weights(engine: EngineCore, counts: Sequence[int]) -> list[float]:
 def check_backward(loss: Tensor) -> None:
     """Raise ConfigError: the weight depends on the token counts of the step's other microbatches."""
     raise ConfigError(
-        f'{KEY} is "tokens", and engine.backward() sees one microbatch at a time: how much its loss '
-        f"({float(loss.detach()):.4g}) counts depends on the tokens of all",
+        f'{KEY} is "tokens", but engine.backward() sees one microbatch at a time: the weight of its '
+        f"loss ({float(loss.detach()):.4g}) depends on the token counts of all microbatches",
         where=KEY,
-        fix="call engine.train_batch(), or leave the key out and give the model num_items_in_batch, as the Hugging "
-        "Face Trainer does by itself",
+        fix="call engine.train_batch(), or remove the key and pass num_items_in_batch to the model, as "
+        "the Hugging Face Trainer does",
     )

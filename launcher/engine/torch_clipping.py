@@ -59,10 +59,11 @@ def _refusing(torchs: Callable[..., Any]) -> Callable[..., Any]:
         given = _as_list(parameters)
         for _ in _owners(given):
             raise LauncherError(
-                f"{torchs.__name__}() is not supported: the engine keeps the gradients of these parameters",
+                f"{torchs.__name__}() is not supported: the engine owns the gradients of these parameters",
                 where=f"{torchs.__name__}()",
-                fix="clip by the norm, with gradient_clipping in the JSON or clip_grad_norm_(), or change single "
-                "gradients with deepspeed.utils.safe_get_full_grad() and safe_set_full_grad()",
+                fix="clip by norm with gradient_clipping in the JSON or clip_grad_norm_(), or change "
+                "individual gradients with deepspeed.utils.safe_get_full_grad() and "
+                "safe_set_full_grad()",
             )
         return torchs(given, *args, **kwargs)
 
@@ -100,16 +101,14 @@ def clip_step(engine: EngineCore, slots: set[ParamSlot], limit: float, norm_type
         LauncherError: another norm than the 2-norm was requested, or only a part of the model was given.
     """
     if norm_type != 2.0:
-        raise _refusal(f"of the norm {norm_type:g}", "leave norm_type out: the engine clips by the 2-norm")
+        raise _refusal(f"with norm_type {norm_type:g}", "omit norm_type: the engine clips by the 2-norm")
     if not engine.zero.policy.compute_norm:
-        raise _refusal(
-            "where zero_optimization.compute_grad_norm is false", "set it to true, or leave the call out"
-        )
+        raise _refusal("with zero_optimization.compute_grad_norm false", "set it to true, or remove the call")
     left = [slot for g in engine.zero.gradients for slot in g.flat.slots if slot not in slots]
     if left:
         raise _refusal(
-            f"of a part of the model ('{left[0].name}' is not in it)",
-            "pass engine.module.parameters(), or change single gradients with "
+            f"for a part of the model ('{left[0].name}' is not in it)",
+            "pass engine.module.parameters(), or change individual gradients with "
             "deepspeed.utils.safe_get_full_grad() and safe_set_full_grad()",
         )
     if engine.managed_gradient_accumulation() and not engine.is_gradient_accumulation_boundary():
@@ -123,7 +122,7 @@ def clip_step(engine: EngineCore, slots: set[ParamSlot], limit: float, norm_type
 
 def _refusal(what: str, fix: str) -> LauncherError:
     return LauncherError(
-        f"clip_grad_norm_() {what} is not supported: an engine keeps these gradients",
+        f"clip_grad_norm_() {what} is not supported: the engine owns these gradients",
         where="clip_grad_norm_()",
         fix=fix,
     )
@@ -133,6 +132,6 @@ def _refusal(what: str, fix: str) -> LauncherError:
 def _tell_of_microbatches(rank: int) -> None:
     if rank == 0:
         logger.warning(
-            "clip_grad_norm_() between the microbatches of a step does nothing: gradients are clipped when the step "
-            "takes their sum (reported once)"
+            "clip_grad_norm_() between the microbatches of a step has no effect: the accumulated "
+            "gradients are clipped in the step (reported once)"
         )

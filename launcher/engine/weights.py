@@ -54,7 +54,10 @@ def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool
     if names is None:  # transformers renames or fuses the weights of this model type on load
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         switch_off_cache(model)
-        how = f"weights of {directory}, loaded whole on every rank: transformers converts this model type's names"
+        how = (
+            f"weights of {directory}, loaded in full on every rank because transformers converts the "
+            "parameter names of this model type"
+        )
         return SourcedModel(model.train(), ModelValues(), how)
     source = StoredValues(model, initializer(model, seed), lambda name: partial(stored.read_box, names[name]))
     return SourcedModel(model, source, f"weights of {directory}, each rank reads its slices")
@@ -69,9 +72,10 @@ def weights_directory(name: str) -> Path | None:
         return path if any(path.glob("*.safetensors")) else None
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise CheckpointError(
-            f"there is no directory or file {name}",
+            f"no such file or directory: {name}",
             where=f"--model {name}",
-            fix="give a local directory written by save_pretrained, a config.json, or a name on the Hugging Face Hub",
+            fix="pass a local directory written by save_pretrained, a config.json, or a name on the "
+            "Hugging Face Hub",
         )
     from huggingface_hub import snapshot_download
 
@@ -81,5 +85,6 @@ def weights_directory(name: str) -> Path | None:
         raise CheckpointError(
             f"could not download the weights of {name!r} from the Hugging Face Hub: {error}",
             where=f"--model {name}",
-            fix="give a local directory written by save_pretrained, or a bare config.json to start from scratch",
+            fix="pass a local directory written by save_pretrained, or only a config.json to train "
+            "from scratch",
         ) from error

@@ -103,7 +103,7 @@ class WholeBatches(EngineCore):
             return list(values)
         if how != "avg":
             raise ConfigError(
-                f"reduce_output is {how!r}", where="engine.eval_batch()", fix='give "avg", or None for a list'
+                f"reduce_output is {how!r}", where="engine.eval_batch()", fix='use "avg", or None for a list'
             )
         return self._mean_over_dp(torch.stack(list(values)).float().mean(0)) if values else None
 

@@ -28,7 +28,7 @@ def with_adapters(model: PreTrainedModel, rank: int, targets: str = EVERY_LAYER)
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ConfigError(
-            "adapters are PEFT's, which is not installed", where="--lora", fix="pip install peft"
+            "LoRA adapters require PEFT, which is not installed", where="--lora", fix="pip install peft"
         ) from None
     names = targets if targets == EVERY_LAYER else [name.strip() for name in targets.split(",")]
     try:
@@ -54,13 +54,13 @@ def check_adapters(config: Config, *, rehearsed: bool) -> None:
     """
     if config.tensor_parallel.degree > 1:
         raise ConfigError(
-            "layers with LoRA adapters are not split over tensor-parallel ranks",
+            "tensor parallelism is not supported with LoRA adapters",
             where="--lora",
-            fix="use ZeRO stage 3 in place of tensor_parallel",
+            fix="use ZeRO stage 3 instead of tensor_parallel",
         )
     if config.pipeline.degree > 1 and not rehearsed:
         raise ConfigError(
-            "the estimate does not know pipeline stages with LoRA adapters",
+            "pipeline stages with LoRA adapters are not supported in the estimate",
             where="--lora",
-            fix="pass --dry-run, which runs the real engine with tensors that have no memory",
+            fix="pass --dry-run, which runs the real engine with fake tensors",
         )

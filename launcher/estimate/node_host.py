@@ -41,7 +41,7 @@ class NodeHost:
         return self.ranks * (self.offloaded + self.process + self.tensors)
 
     def in_words(self) -> str:
-        """Return "12.80 GiB on a node: 8 ranks x (1.10 GiB offloaded + 0.50 GiB Python and libraries)"."""
+        """Return "12.80 GiB per node: 8 ranks x (1.10 GiB offloaded + 0.50 GiB Python and libraries)"."""
         parts = [
             (self.tensors, "tensors"),
             (self.offloaded, "offloaded"),
@@ -49,4 +49,4 @@ class NodeHost:
         ]
         each = " + ".join(f"{in_words(size)} {what}" for size, what in parts if size)
         number = f"{self.ranks} ranks x ({each})" if self.ranks > 1 else each
-        return f"{in_words(self.total)} on a node: {number}"
+        return f"{in_words(self.total)} per node: {number}"

@@ -281,7 +281,7 @@ def _not_in_halves(gradients: Sequence[FlatGradient]) -> None: ...
 
 
 def _never(name: str, start: int, stop: int) -> Tensor:
-    raise AssertionError(f"nobody copies {name}")
+    raise AssertionError(f"unexpected copy of {name}")
 
 
 def _on_meta(numel: int, dtype: torch.dtype) -> Tensor:

@@ -44,11 +44,11 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
     pp = mesh.axes["pp"]
     if not any([bool(found)] if pp.group is None else gather_plain(bool(found), pp.group)):
         raise ConfigError(
-            f"{type(model).__name__} has no experts that transformers calls through ExpertsInterface, so none can be "
-            "spread over ranks",
+            f"{type(model).__name__} has no experts that transformers calls through ExpertsInterface, so expert "
+            "parallelism is not possible",
             where=KEY,
-            fix="leave expert_parallel out, or take a mixture of experts such as Mixtral or Qwen3-MoE: docs/models.md "
-            "says which types work, and `--model default-moe` is a small one",
+            fix="remove expert_parallel, or use a mixture-of-experts model such as Mixtral or Qwen3-MoE; "
+            "docs/models.md lists the supported types, and `--model default-moe` is a small one",
         )
     spread, local = SplitModel(axis), dict[nn.Parameter, nn.Parameter]()
     adapters = adapters_in(model)
@@ -125,8 +125,8 @@ class _Exchange:
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Raise an error rather than let a script save the experts of one rank as the model."""
     raise LauncherError(
-        f"{prefix.removesuffix('.')} has {module.num_experts} of its {number_of(module)} experts on this rank, and "
-        "state_dict() would leave the others out",
+        f"{prefix.removesuffix('.')} has {module.num_experts} of its {number_of(module)} experts on this rank; "
+        "state_dict() would omit the rest",
         where="state_dict(), which save_pretrained() calls",
         fix="call engine.save_16bit_model(DIRECTORY) on every rank: it writes all experts, for from_pretrained() or "
         "load_state_dict()",
@@ -138,9 +138,9 @@ def _dealt(name: str, module: nn.Module, axis: Axis) -> list[int]:
     count = number_of(module)
     if count < axis.degree:
         raise ConfigError(
-            f"{axis.degree} ranks are to share the experts of {name}, and it has {count}: some ranks would have none",
+            f"{KEY} {axis.degree} exceeds the {count} experts of {name}; some ranks would have none",
             where=KEY,
-            fix=f"write a size of at most {max(1, count)}",
+            fix=f"use a size of at most {max(1, count)}",
         )
     return even_sizes(count, axis.degree)
 
@@ -158,9 +158,9 @@ def _split(
     stacked = hasattr(module, SPREAD_OVER)  # all of its tensors have a row for each expert
     if stacked and module._buffers:
         raise ConfigError(
-            f"the experts of {name} have buffers ({', '.join(module._buffers)}), which cannot be spread over ranks",
+            f"the experts of {name} have buffers ({', '.join(module._buffers)}), which cannot be sharded over ranks",
             where="ep_size",
-            fix="write ep_size 1, or experts without buffers, such as LayerNorm in place of BatchNorm",
+            fix="set ep_size to 1, or use experts without buffers, for example with LayerNorm instead of BatchNorm",
         )
     for key, parameter in list(module._parameters.items()):
         if parameter is None or not parameter.dim() or parameter.shape[0] != all_experts:
@@ -175,7 +175,7 @@ def _split(
         splits[f"{name}.{key}"] = split
     if not splits:
         raise ConfigError(
-            f"{name} has no parameters with a row for each expert", where=KEY, fix="leave it out"
+            f"{name} has no parameters with a row for each expert", where=KEY, fix="remove the key"
         )
     return splits
 

@@ -133,18 +133,18 @@ def _weight(model: nn.Module, known: bool, key: str) -> float:
     if not known:
         what, fix = (
             "has no load-balancing loss",
-            "take a model that has one, such as Mixtral or Qwen3-MoE",
+            "use a model that has one, such as Mixtral or Qwen3-MoE",
         )
     elif not getattr(text, "output_router_logits", False):
         what, fix = (
             "does not compute its router loss",
-            'write "output_router_logits": true into its config.json',
+            'set "output_router_logits": true in its config.json',
         )
     elif not weight:
         what, fix = (
             "multiplies its router loss by 0",
-            "write a router_aux_loss_coef into its config.json",
+            "set a nonzero router_aux_loss_coef in its config.json",
         )
     if what:
-        raise ConfigError(f"{type(model).__name__} {what}", where=key, fix=f"{fix}, or leave the key out")
+        raise ConfigError(f"{type(model).__name__} {what}", where=key, fix=f"{fix}, or remove the key")
     return weight

@@ -38,9 +38,9 @@ class BiasUpdate:
         ]
         if not found and mesh.axes["pp"].degree == 1:
             raise ConfigError(
-                f"{type(model).__name__} has no correction bias of its routers that could follow the load of experts",
+                f"{type(model).__name__} has no router correction bias to update from the expert load",
                 where=KEY,
-                fix="leave it out, or take a model such as DeepSeek-V3 or GLM-4.5, whose routers have one",
+                fix="remove the key, or use a model such as DeepSeek-V3 or GLM-4.5, whose routers have one",
             )
         self._biases = [bias for _, bias in found]
         self._counts = TokenCounts([module for module, _ in found], mesh.device)

@@ -28,9 +28,9 @@ def limit(model: nn.Module, factor: float, *, whole: bool) -> None:
     found = [module for _, module in experts_in(model) if not hasattr(module, SPREAD_OVER)]
     if not found and whole:
         raise ConfigError(
-            f"{type(model).__name__} has no experts that could have a capacity",
+            f"{type(model).__name__} has no experts to which a capacity could apply",
             where=KEY,
-            fix="leave it out, or take a mixture of experts such as Mixtral or Qwen3-MoE",
+            fix="remove the key, or use a mixture-of-experts model such as Mixtral or Qwen3-MoE",
         )
 
     def keep(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -147,7 +147,7 @@ def _rehearsed(flat: Tensor, experts: list[int], rank: int) -> Tensor:
     return (first + places % count).where(places < own, others % sum(experts))
 
 
-_KINDS = ("without gradients", "with gradients", "recomputed in a backward")
+_KINDS = ("without gradients", "with gradients", "recomputing in backward")
 
 
 def _kind_of_call() -> int:
@@ -164,15 +164,15 @@ def _other_calls(axis: Axis, calls: list[int], layer: str) -> LauncherError:
         where = (
             ""
             if number == mine
-            else f" layer {number} of those with experts,"
+            else f" in expert layer {number},"
             if 0 <= number < MOST
-            else " elsewhere,"
+            else " in another collective,"
         )
         said.append(f"{axis.name} rank {rank}{where} {_KINDS[kind]}")
     return LauncherError(
-        f"{axis.members} share experts and call them at the same time in different ways: {', '.join(said)}",
+        f"{axis.members} called their experts inconsistently: {', '.join(said)}",
         where=f"{layer or 'experts'} on {axis.name} rank {axis.rank}",
-        fix="call the same layers equally often on all of these ranks, also in evaluation",
+        fix="call the same layers the same number of times on all of these ranks, also in evaluation",
     )
 
 

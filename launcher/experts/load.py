@@ -151,7 +151,7 @@ class ExpertLoad:
         bar.ax.set_yticklabels(
             ["no tokens", "0.5", "even share", f"{(1 + most) / 2:.1f}", f"{most:.1f} times"]
         )
-        axes.set(title=title, xlabel="expert", ylabel="layer with experts")
+        axes.set(title=title, xlabel="expert", ylabel="expert layer")
         for ticks in (axes.xaxis, axes.yaxis):
             ticks.set_major_locator(MaxNLocator(integer=True))
         return save(figure, png)

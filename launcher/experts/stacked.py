@@ -59,9 +59,9 @@ class StackedExperts(nn.Module):
         for name, tensor in tensors:
             if JOINED in name:
                 raise LauncherError(
-                    f"a parameter of an expert is called {name}, and {JOINED} stands between names here",
+                    f"expert parameter {name} contains {JOINED!r}, which is reserved as a separator",
                     where="deepspeed.moe.layer.MoE",
-                    fix="rename it",
+                    fix="rename the parameter",
                 )
             key = keys.setdefault(tensor, name.replace(".", JOINED))
             self._names[name] = key
@@ -115,9 +115,9 @@ class StackedExperts(nn.Module):
                     reset()
                 elif module._parameters or module._buffers:
                     raise LauncherError(
-                        f"{type(module).__name__} of an expert has no reset_parameters(), which would give it values",
+                        f"{type(module).__name__} in an expert has no reset_parameters() to initialise it",
                         where="deepspeed.moe.layer.MoE under zero.Init()",
-                        fix="give it one, or build the layer outside of zero.Init()",
+                        fix="add one, or build the layer outside of zero.Init()",
                     )
             values = dict(expert.named_parameters()) | dict(expert.named_buffers())
             for name, key in self._names.items():
@@ -193,7 +193,8 @@ def _read(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> 
         names = names_apart(whole, module.num_experts)
         if hasattr(module, SPREAD) and ({whole, *names} & state.keys()):
             raise LauncherError(
-                f"{prefix.removesuffix('.')} has some of its experts on this rank, and a state dict does not say which",
+                f"{prefix.removesuffix('.')} has only some of its experts on this rank, and a state dict does "
+                "not identify them",
                 where="load_state_dict()",
                 fix="load values before initialize(), or call engine.load_checkpoint()",
             )

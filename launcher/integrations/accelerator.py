@@ -263,9 +263,9 @@ class Accelerator:
         """
         if _kind() != CUDA:
             raise NotHere(
-                "replay_graph() has nothing to run again: a CPU captures no graphs",
+                "replay_graph() is not available on CPU: no graph was captured",
                 where="get_accelerator()",
-                fix="call the function itself where get_accelerator().device_name() is cpu",
+                fix="call the function directly if get_accelerator().device_name() is cpu",
             )
         graph.replay()
 
@@ -332,7 +332,7 @@ def set_accelerator(accel_obj: Any) -> None:
         NotHere: `accel_obj` is not the built-in accelerator.
     """
     if accel_obj is not _ACCELERATOR:
-        what, how = missing("accelerator.set_accelerator", "set_accelerator() with an object of yours")
+        what, how = missing("accelerator.set_accelerator", "set_accelerator() with a custom accelerator")
         raise NotHere(what, **how)
 
 

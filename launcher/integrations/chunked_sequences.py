@@ -60,11 +60,11 @@ class FPDT_Attention(torch.nn.Module):
         self.qkv_dense_weight, self.qkv_dense_bias = second_weight, second_bias
         ranks = dist.get_world_size(sequence_process_group)
         if config.num_attention_heads % ranks or config.num_key_value_heads % ranks:
-            heads = f"{config.num_attention_heads} heads of queries and {config.num_key_value_heads} of keys"
+            heads = f"{config.num_attention_heads} query heads and {config.num_key_value_heads} key heads"
             raise ArgumentsError(
-                f"{heads} cannot be dealt out to {ranks} ranks",
+                f"{heads} cannot be split evenly over {ranks} ranks",
                 where="FPDT_Attention",
-                fix='use as many ranks as divide both, or "context_parallel": {"ring": N} in the JSON',
+                fix='use a number of ranks that divides both, or "context_parallel": {"ring": N} in the JSON',
             )
 
     def forward(
@@ -87,7 +87,7 @@ class FPDT_Attention(torch.nn.Module):
         x, ranks = layernorm_output, dist.get_world_size(self.spg)
         chunks, rest = divmod(x.shape[0] * ranks, self.chunk_size)
         if attention_mask is not None or chunks < 1 or rest or x.shape[0] % chunks:
-            what = f"{x.shape[0]} tokens on each of {ranks} ranks in chunks of {self.chunk_size}, or a mask,"
+            what = f"{x.shape[0]} tokens per rank on {ranks} ranks in chunks of {self.chunk_size}, or a mask,"
             raise _uneven(f"{what} are not supported", "FPDT_Attention")
         split = functional.linear(x, self.qkv_linear_weight, self.qkv_linear_bias).split(self.widths, dim=-1)
         # A chunk is its ranks' pieces in rank order, so gathering chunk by chunk keeps the token order.
@@ -143,7 +143,7 @@ class FPDT_FFN:
         """
         if chunk_size < 1 or x.shape[0] % chunk_size:
             raise _uneven(
-                f"{x.shape[0]} tokens are not a whole number of chunks of {chunk_size}", "FPDT_FFN.apply()"
+                f"{x.shape[0]} tokens cannot be split evenly into chunks of {chunk_size}", "FPDT_FFN.apply()"
             )
         weights = [one.float() for one in (w1, b1, w2, *([b2] if add_bias else []))]
         out = [_again(_feed_forward, chunk, *weights) for chunk in x.split(chunk_size)]
@@ -182,7 +182,7 @@ class FPDT_LogitsLoss:
         tokens = lm_output.shape[0]
         if num_chunk < 1 or tokens % num_chunk:
             raise _uneven(
-                f"{tokens} tokens are not {num_chunk} chunks of one size", "FPDT_LogitsLoss.apply()"
+                f"{tokens} tokens cannot be split into {num_chunk} equal chunks", "FPDT_LogitsLoss.apply()"
             )
         weights = logit_weights.float()
         chunks = zip(lm_output.chunk(num_chunk), labels.t().chunk(num_chunk), strict=True)
@@ -222,7 +222,7 @@ class FPDT_InputConstruct(torch.nn.Module):
         super().__init__()
         length, chunk = tokens.shape[1], args.ds_sequence_parallel_fpdt_chunk_size
         if chunk < 1 or length % chunk or chunk % sp_size:
-            what = f"{length} tokens in chunks of {chunk} cannot be dealt out to {sp_size} ranks"
+            what = f"{length} tokens in chunks of {chunk} cannot be split evenly over {sp_size} ranks"
             raise _uneven(what, "FPDT_InputConstruct")
         self.tokens, self.labels, self.position_ids = tokens, labels, position_ids
         self.loss_mask, self.attention_mask = loss_mask, attention_mask
@@ -252,4 +252,4 @@ def _again(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def _uneven(what: str, where: str) -> ArgumentsError:
-    return ArgumentsError(what, where=where, fix="choose sizes that divide the sequence")
+    return ArgumentsError(what, where=where, fix="choose sizes that divide the sequence length")

@@ -235,9 +235,9 @@ def configure(deepspeed_config: Any = None, enabled: bool | None = None, **keywo
     """
     if enabled or any(keywords.values()):
         raise LauncherError(
-            "deepspeed.comm.configure() does not enable a log: the JSON decides whether the engine logs what it sends",
+            "deepspeed.comm.configure() cannot enable logging; set comms_logger in the config",
             where="deepspeed.comm.configure()",
-            fix='write {"comms_logger": {"enabled": true}} in the JSON',
+            fix='add {"comms_logger": {"enabled": true}} to the JSON',
         )
 
 

@@ -52,7 +52,7 @@ class DeepSpeedConfigModel(BaseModel):
 
     def _replace(self, old: str, extra: Mapping[str, Any]) -> None:
         new, more = extra.get("new_param", ""), extra.get("deprecated_msg", "")
-        advice = f"; write {new}" if new else ""
+        advice = f"; use {new}" if new else ""
         logger.warning(f"{type(self).__name__}: {old} is deprecated{advice}{'. ' * bool(more)}{more}")
         if not new or not extra.get("set_new_param", True):
             return
@@ -60,7 +60,7 @@ class DeepSpeedConfigModel(BaseModel):
         owner = recursive_getattr(self, section) if section else self
         if name in owner.model_fields_set:
             raise ArgumentsError(
-                f"{old} and {new}, which has replaced it, are both given",
+                f"both {old} and its replacement {new} are given",
                 where=type(self).__name__,
                 fix=f"keep {new}",
             )

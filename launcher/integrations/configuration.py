@@ -175,5 +175,5 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[Any, Any]]) -> 
     if len(found) != len(ordered_pairs):
         keys = [key for key, _ in ordered_pairs]
         twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        raise ConfigError(f"duplicate keys in the JSON: {', '.join(twice)}", fix="delete one of each")
+        raise ConfigError(f"duplicate keys in the JSON: {', '.join(twice)}", fix="delete the duplicates")
     return found

@@ -30,19 +30,21 @@ class CurriculumScheduler:
         for key in ("min_difficulty", "max_difficulty", "schedule_type"):
             if key not in config:
                 raise ConfigError(
-                    f"a curriculum needs {key}", where="CurriculumScheduler()", fix=f"give {key}"
+                    f"the curriculum requires {key}", where="CurriculumScheduler()", fix=f"add {key}"
                 )
         if kind not in KINDS:
             raise ConfigError(
-                f"schedule_type {kind!r} is unknown",
+                f"unknown schedule_type {kind!r}",
                 where="CurriculumScheduler()",
-                fix=f"one of {', '.join(KINDS)}",
+                fix=f"use one of {', '.join(KINDS)}",
             )
         pace = dict(config.get("schedule_config", {}))
         for key in _needed(kind):
             if key not in pace:
                 raise ConfigError(
-                    f"schedule_config of {kind} needs {key}", where="CurriculumScheduler()", fix=f"give {key}"
+                    f"schedule_config of {kind} requires {key}",
+                    where="CurriculumScheduler()",
+                    fix=f"add {key}",
                 )
         self.state: dict[str, Any] = {
             "min_difficulty": config["min_difficulty"],
@@ -80,7 +82,7 @@ class CurriculumScheduler:
         if kind == "custom":
             if self.custom_get_difficulty is None:
                 raise ConfigError(
-                    "the schedule custom has no function",
+                    "the custom schedule has no difficulty function",
                     fix="call set_custom_get_difficulty(function) first",
                 )
             return self.custom_get_difficulty(global_steps)

@@ -58,14 +58,14 @@ class DistributedAttention(nn.Module):
         """
         if rotary_pos_emb is not None:
             raise ArgumentsError(
-                "rotary_pos_emb is not applied here",
+                "rotary_pos_emb is not supported",
                 where=WHERE,
                 fix="rotate queries and keys before the call",
             )
         heads, groups, ranks = query.shape[self.scatter_idx], key.shape[self.scatter_idx], self.spg.size()
         if groups != heads and (groups % ranks or heads % ranks):
             raise ArgumentsError(
-                f"{heads} query heads and {groups} key heads cannot be shared evenly by {ranks} ranks",
+                f"{heads} query heads and {groups} key heads cannot be split evenly over {ranks} ranks",
                 where=WHERE,
                 fix="repeat the key heads, one for each query head, before the call",
             )

@@ -42,7 +42,9 @@ def compute_elastic_config(
     """
     if not elasticity_enabled(ds_config):
         raise ConfigError(
-            "the section elasticity is missing or off", where="elasticity", fix='write "enabled": true in it'
+            "the section elasticity is missing or disabled",
+            where="elasticity",
+            fix='set "enabled": true in it',
         )
     section = load({"elasticity": dict(ds_config["elasticity"])}, where="compute_elastic_config()").elasticity
     batch, sizes = section.batch, section.world_sizes

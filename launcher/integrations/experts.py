@@ -194,20 +194,23 @@ def _check(expert: object, numbers: Mapping[str, Any], noise: str | None, split:
     num_experts, ep_size, k = (numbers[name] for name in ("num_experts", "ep_size", "k"))
     found = _wrong_number(numbers)
     if not isinstance(expert, nn.Module):
-        found = f"expert is {type(expert).__name__}", "pass the module that all experts begin as"
+        found = (
+            f"expert is a {type(expert).__name__}, not a module",
+            "pass the module that is copied for each expert",
+        )
     elif found is not None:
         pass
     elif num_experts % ep_size:
         found = (
             f"num_experts ({num_experts}) is not divisible by ep_size ({ep_size})",
-            f"write {-(-num_experts // ep_size) * ep_size} experts",
+            f"use {-(-num_experts // ep_size) * ep_size} experts",
         )
     elif k > num_experts:
-        found = f"k is {k}, and there are {num_experts} experts", f"write 1 to {num_experts}"
+        found = f"k is {k}, but there are {num_experts} experts", f"use 1 to {num_experts}"
     elif noise not in NOISES:
-        found = f"noisy_gate_policy {noise!r} is unknown", "write None, 'Jitter' or 'RSample'"
+        found = f"unknown noisy_gate_policy {noise!r}", "use None, 'Jitter' or 'RSample'"
     elif split:
-        found = "experts are not split over ranks", "leave enable_expert_tensor_parallelism out"
+        found = "tensor parallelism of experts is not supported", "remove enable_expert_tensor_parallelism"
     if found is not None:
         raise ArgumentsError(found[0], where="deepspeed.moe.layer.MoE", fix=found[1])
 
@@ -218,7 +221,7 @@ def _wrong_number(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
         right = isinstance(number, int if whole else int | float) and not isinstance(number, bool)
         if not (right and least <= number < math.inf):
             kind = "whole number" if whole else "number"
-            return f"{name} is {number!r}", f"write a {kind} of at least {least}"
+            return f"{name} is {number!r}", f"use a {kind} of at least {least}"
     return None
 
 

@@ -130,9 +130,9 @@ class FastFileWriter(PyFileWriter):
     def __init__(self, file_path: str | Path, config: FastFileWriterConfig) -> None:
         if config.num_parallel_writers > 1:
             raise NotHere(
-                "several writers of one file are not available",
+                "parallel writers of one file are not supported",
                 where="FastFileWriterConfig.num_parallel_writers",
-                fix="write 1, or call engine.save_checkpoint(), where each rank writes its own part",
+                fix="set it to 1, or call engine.save_checkpoint(): each rank writes its own part",
             )
         super().__init__(file_path)
 

@@ -43,10 +43,10 @@ def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
     found = [str(path) for path in Path(checkpoint_dir).glob(glob_pattern)]
     if not found:
         raise NoSuchFiles(
-            f"there are no files {glob_pattern}",
+            f"no files match {glob_pattern}",
             where=str(checkpoint_dir),
-            fix="name the directory of one checkpoint that DeepSpeed wrote; a checkpoint of this engine has other "
-            "files, which engine.load_checkpoint() and get_fp32_state_dict_from_zero_checkpoint() read",
+            fix="pass the directory of a single checkpoint written by DeepSpeed; a checkpoint of this engine has "
+            "different files: use engine.load_checkpoint() or get_fp32_state_dict_from_zero_checkpoint()",
         )
     return sorted(found, key=_by_number)
 

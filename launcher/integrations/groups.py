@@ -166,9 +166,9 @@ def _get_sequence_parallel_group() -> Any:
     group = _sequence_axis().group
     if group is None:
         raise ArgumentsError(
-            "no ranks share a sequence, so there is no process group of them",
+            "sequence parallelism is not enabled, so there is no sequence-parallel group",
             where="deepspeed.utils.groups",
-            fix='write "sequence_parallel_size" into the JSON, or pass initialize(mpu=...)',
+            fix='set "sequence_parallel_size" in the JSON, or pass initialize(mpu=...)',
         )
     return group
 

@@ -22,7 +22,7 @@ def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
         ConfigError: a line is invalid.
     """
     if not Path(hostfile_path).is_file():
-        logger.warning("there is no hostfile %s: this machine alone is used", hostfile_path)
+        logger.warning("hostfile %s not found: only this machine is used", hostfile_path)
         return None
     return OrderedDict((host.name, len(host.slots)) for host in read_hostfile(hostfile_path))
 

@@ -52,9 +52,9 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
             self._read(index)
         except (ValueError, IndexError) as error:
             raise ConfigError(
-                f"this is not an index of rows, or only part of one: {error}",
+                f"not a valid dataset index, or a truncated one: {error}",
                 where=index_file_path(path),
-                fix="write it with MMapIndexedDatasetBuilder, or Megatron's preprocess_data.py",
+                fix="create it with MMapIndexedDatasetBuilder, or Megatron's preprocess_data.py",
             ) from None
 
     def _read(self, index: Array) -> None:
@@ -68,7 +68,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
             )
         )
         if index[:9].tobytes() != MAGIC or version != VERSION or not 1 <= kind <= len(TYPES):
-            raise ValueError("its header has another magic number, version or dtype code")
+            raise ValueError("unexpected magic number, version or dtype code in the header")
         self.dtype = np.dtype(TYPES[kind - 1])
         at = 34
         self.sizes, at = index[at : at + 4 * rows].view(np.int32), at + 4 * rows
@@ -79,7 +79,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
         size = Path(data_file_path(self._path)).stat().st_size
         needed = int(self._begins[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if rows else 0
         if size < needed:
-            raise ValueError(f"{data_file_path(self._path)} has {size} bytes of {needed}")
+            raise ValueError(f"{data_file_path(self._path)} has {size} bytes, but {needed} are expected")
         empty: Array = np.empty(0, np.uint8)
         self._data = np.memmap(data_file_path(self._path), mode="r", dtype=np.uint8) if size else empty
 
@@ -97,7 +97,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
         if not isinstance(idx, slice):
             return self.get(idx)
         if idx.indices(len(self))[2] != 1:
-            raise ValueError("rows of a slice must be neighbours")
+            raise ValueError("slices with a step other than 1 are not supported")
         return [self.get(row) for row in range(*idx.indices(len(self)))]
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Array:

@@ -82,18 +82,20 @@ def init_inference(
     given: dict[str, Any] = dict(read or {})
     for key, value in keywords.items():
         if given.setdefault(key, value) != value:
-            raise ConfigError(f"{key} is given twice, with two values", where=WHERE, fix="keep one of them")
+            raise ConfigError(
+                f"{key} is given twice, with different values", where=WHERE, fix="keep one of them"
+            )
     dtype = given.pop(DTYPE, torch.float16)
     for key, value in given.items():
         if key not in SPEED and (key not in NEUTRAL or value not in NEUTRAL[key]):
             what = (
-                f"{key}={value!r} is not available"
+                f"{key}={value!r} is not supported"
                 if key in NEUTRAL
-                else f"{key} is not a key of DeepSpeed's inference"
+                else f"{key} is not a key of DeepSpeed's inference config"
             )
             raise ConfigError(
-                what, where=WHERE, fix="delete it; a model runs whole on each rank, in one dtype"
+                what, where=WHERE, fix="delete it; each rank runs the whole model, in one dtype"
             )
     if fast := sorted(SPEED & given.keys()):
-        logger.info("%s: %s: the model runs with its own layers", WHERE, ", ".join(fast))
+        logger.info("%s: %s: no effect, because the model runs with its own layers", WHERE, ", ".join(fast))
     return InferenceEngine(model, dtype if isinstance(dtype, torch.dtype) else DtypeEnum(dtype).value)

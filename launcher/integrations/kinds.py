@@ -26,7 +26,8 @@ class Kind(type):
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
         raise LauncherError(
-            f"{cls.__name__} cannot be made by a script: it stands for {cls.what}", fix=cls.fix
+            f"{cls.__name__} cannot be instantiated: it only represents {cls.what} in isinstance checks",
+            fix=cls.fix,
         )
 
 

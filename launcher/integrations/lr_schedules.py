@@ -42,7 +42,7 @@ class _Named(Schedule, metaclass=_OfTheJson):
         name = next(cls.__name__ for cls in type(self).__mro__ if _Named in cls.__bases__)
         if keywords.get("warmup_num_steps", 0) is None:
             raise ConfigError(
-                "warmup_num_steps is None", where=f"{name}()", fix="give a number of steps, or leave it out"
+                "warmup_num_steps is None", where=f"{name}()", fix="pass a number of steps, or omit it"
             )
         given = {key: value for key, value in keywords.items() if value is not None}
         json = {"train_batch_size": 1, "scheduler": {"type": name, "params": given}}

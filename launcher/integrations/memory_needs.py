@@ -134,9 +134,9 @@ def _ways() -> Iterator[tuple[bool, bool, bool]]:
 
 
 def _print_head(gpus: int, nodes: int, sizes: str) -> None:
-    print("Memory of parameters, gradients and optimizer states; activations come on top of it.")
-    print(f"{nodes} x {gpus} GPUs; a model with {sizes}.")
-    print("  host of a node |  each GPU | options")
+    print("Memory of parameters, gradients and optimizer states (activations not included)")
+    print(f"{nodes} x {gpus} GPUs, model with {sizes}")
+    print("per node (host) |   per GPU | options")
 
 
 def _line(host: int, device: int, options: str) -> str:

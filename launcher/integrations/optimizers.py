@@ -30,9 +30,9 @@ class _Adam(torch.optim.Adam):
         if not bias_correction:
             name = type(self).__name__
             raise ConfigError(
-                "bias_correction=False is not available",
+                "bias_correction=False is not supported",
                 where=f"{name}()",
-                fix='write it in the JSON: "optimizer": {"type": "Adam", "params": {"bias_correction": false}}',
+                fix='set it in the JSON: "optimizer": {"type": "Adam", "params": {"bias_correction": false}}',
             )
         options["decoupled_weight_decay"] = decoupled
         super().__init__(params, fused=True, **options)
@@ -156,9 +156,9 @@ class FusedLamb(Lamb):
     ) -> None:
         if max_grad_norm:
             raise ConfigError(
-                "max_grad_norm is not available",
+                "max_grad_norm is not supported",
                 where="FusedLamb()",
-                fix='write "gradient_clipping" in the JSON: it is the norm of all gradients',
+                fix='set "gradient_clipping" in the JSON: it clips the norm of all gradients',
             )
         super().__init__(
             params, lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff, eps_inside_sqrt

@@ -45,9 +45,10 @@ class PartitionedTensor:
         made = cls(local_part.new_empty(0), group)
         if (parts, rank) != (made.num_parts, made.rank):
             raise LauncherError(
-                f"the tensor was cut for rank {rank} of {parts}, and this is rank {made.rank} of {made.num_parts}",
+                f"the tensor was partitioned for rank {rank} of {parts}, but this is rank {made.rank} of "
+                f"{made.num_parts}",
                 where="PartitionedTensor.from_meta()",
-                fix="give the group whose ranks correspond to those that cut it",
+                fix="pass a group whose ranks correspond to those that partitioned it",
             )
         made.orig_size, made.orig_device = size, torch.device(device or local_part.device)
         made.partition, made.local_data = partition, local_part.detach()

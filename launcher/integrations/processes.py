@@ -47,9 +47,9 @@ def init_distributed(
     """
     if dist_init_required is False and not dist.is_initialized():
         raise LauncherError(
-            "there is no process group, and dist_init_required=False asks that none is made",
+            "dist_init_required=False, but torch.distributed is not initialized",
             where="deepspeed.init_distributed()",
-            fix="start it before with torch.distributed.init_process_group(), or leave the argument out",
+            fix="call torch.distributed.init_process_group() first, or omit the argument",
         )
     launcher.init_distributed(
         timeout=timeout, init_method=init_method, rank=rank, world_size=world_size, port=distributed_port
@@ -98,7 +98,7 @@ def check_accelerate() -> None:
     counted = _state_of_accelerate().get("num_processes")
     if counted is not None and counted != dist.get_world_size():
         raise LauncherError(
-            f"accelerate counts {counted} processes, and there are {dist.get_world_size()} ranks: each would train on "
+            f"accelerate counts {counted} processes, but there are {dist.get_world_size()} ranks: all would train on "
             "the same data",
             fix="pass TrainingArguments(use_cpu=True) on a machine without a GPU, and do not set ACCELERATE_USE_CPU",
         )

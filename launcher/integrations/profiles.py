@@ -44,7 +44,7 @@ class FlopsProfiler:
             ignore_list: must be empty: module classes cannot be excluded.
         """
         if ignore_list:
-            raise LauncherError("ignore_list leaves modules out, which is not available", fix="leave it out")
+            raise LauncherError("ignore_list is not supported: no module can be excluded", fix="omit it")
         self.reset_profile()
         self._inside.enter_context(self._meter.counting(backward=False))
         self._inside.enter_context(self._meter.timing())
@@ -94,7 +94,7 @@ class FlopsProfiler:
         """Print the totals and a line for each module, or write them to a file."""
         lines = [
             f"profile of step {profile_step}: {self.get_total_params(True)} parameters, "
-            f"{self.get_total_flops(True)} floating-point operations of a forward, {self.get_total_duration(True)}"
+            f"{self.get_total_flops(True)} per forward, {self.get_total_duration(True)}"
         ]
         lines += self._modules(module_depth) if detailed else []
         if output_file is None:

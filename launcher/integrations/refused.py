@@ -36,78 +36,78 @@ class Refusal:
 
 
 INSIDE = Refusal(
-    "it is internal to DeepSpeed's engine, and launcher's engine has no such part",
-    "use the methods of the engine that docs/deepspeed_api.md lists",
+    "it is internal to DeepSpeed's engine, and launcher's engine has no counterpart",
+    "use the engine's methods that docs/deepspeed_api.md lists",
 )
 PARTS = Refusal(
-    "it is internal to DeepSpeed's ZeRO, whose shards lie otherwise than launcher's",
+    "it is internal to DeepSpeed's ZeRO, which uses a different shard layout",
     "read and change values through deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param "
-    "and its kin",
+    "and similar functions",
 )
 EXPERTS = Refusal(
-    "it is internal to DeepSpeed's layers of experts",
+    "it is internal to DeepSpeed's MoE layers",
     'use deepspeed.moe.layer.MoE, or a Hugging Face model with "expert_parallel": {"size": N} in the JSON',
 )
 SEQUENCES = Refusal(
-    "this way of sharing sequences over ranks is not available",
+    "this form of sequence parallelism is not available",
     "use sequence_parallel_size in the JSON, UlyssesSPAttentionHF, or DistributedAttention",
 )
 INFERENCE = Refusal(
-    "inference kernels are not available: launcher trains",
-    "generate with the model itself: transformers' generate() works under every stage",
+    "inference kernels are not available: launcher is for training",
+    "generate with the model itself: transformers' generate() works at every ZeRO stage",
 )
-COMPRESSION = Refusal("compression and quantization of a model are not available", "train the model as it is")
+COMPRESSION = Refusal("model compression and quantization are not available", "train the uncompressed model")
 KERNELS = Refusal(
-    "its own GPU kernels are not available", "use torch's operators, or the model of transformers"
+    "DeepSpeed's GPU kernels are not available", "use torch's operators, or the transformers model"
 )
 BUILDERS = Refusal(
-    "DeepSpeed's C++ and CUDA operators are not built here",
-    "nothing has to be built: optimizers and offload work without",
+    "launcher does not build DeepSpeed's C++ and CUDA operators",
+    "nothing has to be built: optimizers and offload work without them",
 )
 DEVICES = Refusal(
-    "only CUDA devices and CPUs are supported", "use get_accelerator(), which is the device of this rank"
+    "only CUDA devices and CPUs are supported", "use get_accelerator(), which returns this rank's device"
 )
 TUNING = Refusal(
     "the autotuner is not available",
-    "`launch plan` says which settings fit the memory, before a run",
+    "`launch plan` reports which settings fit in memory before a run",
 )
 PASSES = Refusal(
-    "the compiler passes of DeepCompile are not available",
-    "engine.compile() compiles the blocks of the model with torch.compile",
+    "DeepCompile's compiler passes are not available",
+    "engine.compile() compiles the model's blocks with torch.compile",
 )
 CONVERSION = Refusal(
-    "its functions for files of checkpoints are not available",
+    "DeepSpeed's functions for checkpoint files are not available",
     "engine.load_checkpoint() loads launcher's and DeepSpeed's checkpoints on any number of ranks and at any stage, "
-    "without a conversion",
+    "without conversion",
 )
 KEYS = Refusal(
-    "names of keys are not kept as constants here",
-    "write the key as a string, as docs/config.md lists it",
+    "config keys are not provided as constants",
+    "write the key as a string; docs/config.md lists all keys",
 )
 SECTIONS = Refusal(
-    "it belongs to DeepSpeed's way of reading the JSON",
+    "it is internal to DeepSpeed's config parsing",
     "read sections from deepspeed.DeepSpeedConfig(...) or engine.config",
 )
 PIPES = Refusal(
-    "it is internal to DeepSpeed's pipeline engine, and launcher's stages run by a schedule of their own",
-    "choose the schedule in the JSON: pipeline.schedule",
+    "it is internal to DeepSpeed's pipeline engine, and launcher's stages use different schedules",
+    "set pipeline.schedule in the JSON",
 )
 WRITERS = Refusal(
-    "DeepSpeed's writers of files are not available",
-    "engine.save_checkpoint() writes in the background as the JSON says",
+    "DeepSpeed's file writers are not available",
+    "engine.save_checkpoint() writes in the background as configured in the JSON",
 )
-RUNNERS = Refusal("machines are not started from Python here", "write `launch --hostfile ...`")
+RUNNERS = Refusal("multi-node runs cannot be started from Python", "use `launch --hostfile ...`")
 SAMPLING = Refusal(
     "it is internal to DeepSpeed's data pipeline",
-    "the section data_efficiency of the JSON does what docs/config.md lists",
+    "use the JSON section data_efficiency, which docs/config.md describes",
 )
-SPARSE = Refusal("gradients of embeddings are dense here", "leave out sparse=True of nn.Embedding")
+SPARSE = Refusal("gradients of embeddings are always dense", "remove sparse=True from nn.Embedding")
 SCALES = Refusal(
-    "the engine scales losses by itself", "read engine.loss_scale(), and set the section fp16 of the JSON"
+    "the engine scales the loss itself", "read engine.loss_scale(), and configure the JSON section fp16"
 )
 OPTIMIZERS = Refusal(
     "the optimizer is not available",
-    "use one of those that docs/config.md lists under optimizer.type, or pass initialize(optimizer=...)",
+    "use one that docs/config.md lists under optimizer.type, or pass initialize(optimizer=...)",
 )
 
 ENGINE: Mapping[Refusal, str] = {
@@ -121,14 +121,14 @@ ENGINE: Mapping[Refusal, str] = {
     "set_data_post_process_func",
     SCALES: "dynamic_loss_scale_args",
     Refusal(
-        "gradients are reduced while backward goes on", "call backward() and step(); no_sync() puts it off"
+        "gradients are reduced during backward", "call backward() and step(); no_sync() defers the reduction"
     ): "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback coalesce_grad_reduction",
     Refusal(
-        "its timers have other names",
-        "get_wall_clock_timers(), or wall_clock_breakdown and timers in the JSON",
+        "launcher's timers have different names",
+        "use get_wall_clock_timers(), or wall_clock_breakdown and timers in the JSON",
     ): "engine_timers engine_timers_cache print_forward_breakdown fwd_duration",
     Refusal(
-        "the engine keeps no copy of what initialize() was given", "keep it yourself"
+        "the engine does not keep the arguments of initialize()", "keep a reference yourself"
     ): "client_optimizer client_lr_scheduler basic_optimizer collate_fn training_data",
 }
 """Reason -> methods and attributes of DeepSpeed's engine."""
@@ -136,21 +136,21 @@ ENGINE: Mapping[Refusal, str] = {
 REFUSED: Mapping[str, Refusal] = {
     "accelerator": DEVICES,
     "accelerator.abstract_accelerator.DeepSpeedAccelerator": Refusal(
-        "it has no meaning for the CUDA devices and CPUs of launcher", "call torch itself"
+        "it does not apply to CUDA devices and CPUs", "call torch directly"
     ),
     "accelerator.abstract_accelerator.DeepSpeedAccelerator.build_extension": BUILDERS,
     "accelerator.abstract_accelerator.DeepSpeedAccelerator.create_op_builder": BUILDERS,
     "accelerator.abstract_accelerator.DeepSpeedAccelerator.get_op_builder": BUILDERS,
     "accelerator.abstract_accelerator.DeepSpeedAccelerator.op_builder_dir": BUILDERS,
     "accelerator.abstract_accelerator.DeepSpeedAccelerator.set_compile_backend": Refusal(
-        "a backend for all compilations cannot be set", "name it in the call: engine.compile(backend=...)"
+        "a global compile backend cannot be set", "pass it in the call: engine.compile(backend=...)"
     ),
     "accelerator.real_accelerator": DEVICES,
     "autotuning": TUNING,
     "checkpoint": CONVERSION,
     "comm": Refusal(
         "it is internal to DeepSpeed's communication",
-        "deepspeed.comm has every function of torch.distributed",
+        "deepspeed.comm provides every function of torch.distributed",
     ),
     "comm.ccl": DEVICES,
     "comm.mori": DEVICES,
@@ -161,26 +161,26 @@ REFUSED: Mapping[str, Refusal] = {
     "compression": COMPRESSION,
     "constants": KEYS,
     "datastates": WRITERS,
-    "elasticity": Refusal("the elastic agent is not available", "write `launch --max_restarts N ...`"),
-    "env_report": Refusal("the report of operators is not available", "write `launch check`"),
+    "elasticity": Refusal("the elastic agent is not available", "use `launch --max_restarts N ...`"),
+    "env_report": Refusal("the operator report is not available", "use `launch check`"),
     "git_version_info": INSIDE,
     "inference": INFERENCE,
     "io": WRITERS,
     "launcher": RUNNERS,
-    "linear": Refusal("layers with their own low-rank adapters are not available", "use PEFT's LoRA"),
+    "linear": Refusal("layers with built-in LoRA adapters are not available", "use PEFT's LoRA"),
     "model_implementations": INFERENCE,
     "module_inject": Refusal(
-        "layers are not replaced by hand here",
-        "tensor_parallel in the JSON splits the layers; partition_config names layers of your own",
+        "layers cannot be replaced manually",
+        "set tensor_parallel in the JSON; its partition_config specifies custom layers",
     ),
     "module_inject.auto_ep": EXPERTS,
     "module_inject.containers": INFERENCE,
     "moe": EXPERTS,
     "monitor": Refusal(
-        "it is internal to DeepSpeed's writers of metrics",
-        "use deepspeed.monitor.monitor.MonitorMaster, or tensorboard, csv_monitor, wandb and comet of the JSON",
+        "it is internal to DeepSpeed's metric writers",
+        "use deepspeed.monitor.monitor.MonitorMaster, or tensorboard, csv_monitor, wandb and comet in the JSON",
     ),
-    "nvme": Refusal("the tools that measure NVMe are not available", "write `launch bench io`"),
+    "nvme": Refusal("DeepSpeed's NVMe benchmarks are not available", "use `launch bench io`"),
     "ops": KERNELS,
     "ops.adam": OPTIMIZERS,
     "ops.fp_quantizer": COMPRESSION,
@@ -202,7 +202,7 @@ REFUSED: Mapping[str, Refusal] = {
     "replace_transformer_layer": INFERENCE,
     "runtime": INSIDE,
     "runtime.activation_checkpointing": Refusal(
-        "it is internal to DeepSpeed's checkpoint function",
+        "it is internal to DeepSpeed's activation checkpointing",
         "use deepspeed.checkpointing.checkpoint(), configure() and reset()",
     ),
     "runtime.activation_checkpointing.config": SECTIONS,
@@ -210,22 +210,24 @@ REFUSED: Mapping[str, Refusal] = {
     "runtime.bf16_optimizer": PARTS,
     "runtime.checkpoint_engine": WRITERS,
     "runtime.chunked_cross_entropy": Refusal(
-        "its loss in chunks is not a function here",
-        "the engine computes the loss of causal LMs in tiles by itself",
+        "the chunked loss is not available as a function",
+        "the engine computes the loss of causal LMs in tiles automatically",
     ),
     "runtime.config": KEYS,
     "runtime.config.DeepSpeedConfig": Refusal(
-        "the key is not kept here", "see docs/config.md for those that are"
+        "this attribute is not provided", "docs/config.md lists the supported keys"
     ),
     "runtime.config_utils": SECTIONS,
     "runtime.constants": KEYS,
     "runtime.data_pipeline": SAMPLING,
-    "runtime.domino": Refusal("Domino is not available", "tensor_parallel overlaps its sends by itself"),
+    "runtime.domino": Refusal(
+        "Domino is not available", "tensor_parallel overlaps its communication automatically"
+    ),
     "runtime.fp16": PARTS,
     "runtime.fp16.onebit": OPTIMIZERS,
     "runtime.fp16.loss_scaler": SCALES,
     "runtime.engine.DeepSpeedEngine": Refusal(
-        "neither launcher's engine nor its model has that name",
+        "neither launcher's engine nor its model has this attribute",
         "use the methods that docs/deepspeed_api.md lists",
     ),
     **{
@@ -234,14 +236,14 @@ REFUSED: Mapping[str, Refusal] = {
         for name in names.split()
     },
     "runtime.pipe.engine.PipelineEngine": Refusal(
-        "neither launcher's engine nor its model has that name",
+        "neither launcher's engine nor its model has this attribute",
         "use the methods that docs/deepspeed_api.md lists",
     ),
     "runtime.pipe.module.PipelineModule": PIPES,
     "runtime.hybrid_engine": INFERENCE,
     "runtime.hybrid_engine_graph": INFERENCE,
     "runtime.lr_schedules": Refusal(
-        "schedules are not built from command-line arguments here", "write the section scheduler of the JSON"
+        "schedules cannot be built from command-line arguments", "use the JSON section scheduler"
     ),
     "runtime.pipe": PIPES,
     "runtime.precision_config": SECTIONS,
@@ -250,18 +252,19 @@ REFUSED: Mapping[str, Refusal] = {
     "runtime.sparse_tensor": SPARSE,
     "runtime.state_dict_factory": CONVERSION,
     "runtime.superoffload": Refusal(
-        "SuperOffload is not available", "offload_optimizer with device cpu steps on the host"
+        "SuperOffload is not available",
+        "use offload_optimizer with device cpu, which runs the step on the CPU",
     ),
     "runtime.tensor_parallel": Refusal(
-        "tensor parallelism has no objects of its own here", "write tensor_parallel.autotp_size in the JSON"
+        "tensor parallelism has no Python API", "set tensor_parallel.autotp_size in the JSON"
     ),
     "runtime.torch_autocast": INSIDE,
     "runtime.utils": INSIDE,
     "runtime.weight_quantizer": COMPRESSION,
-    "runtime.zenflow": Refusal("ZenFlow is not available", "use offload_optimizer as it is"),
+    "runtime.zenflow": Refusal("ZenFlow is not available", "use plain offload_optimizer"),
     "runtime.zero": PARTS,
     "runtime.zero.muon": Refusal(
-        "Muon is not a class here", 'write {"optimizer": {"type": "Muon"}} in the JSON'
+        "Muon is not available as a class", 'set {"optimizer": {"type": "Muon"}} in the JSON'
     ),
     "runtime.zero.config": SECTIONS,
     "runtime.zero.offload_config": SECTIONS,
@@ -270,10 +273,12 @@ REFUSED: Mapping[str, Refusal] = {
     "utils": INSIDE,
     "utils.groups._create_expert_data_and_model_parallel": EXPERTS,
     "utils.groups.expert_tensor_parallel_world_size": EXPERTS,
-    "utils.comms_logging": Refusal("it is internal to DeepSpeed's log", "deepspeed.comm.log_summary()"),
+    "utils.comms_logging": Refusal(
+        "it is internal to DeepSpeed's communication log", "use deepspeed.comm.log_summary()"
+    ),
     "utils.config": SECTIONS,
     "utils.debug": Refusal(
-        "helpers for DeepSpeed's own debugging are not available", "print the names of the model"
+        "DeepSpeed's debugging helpers are not available", "print the names in model.named_parameters()"
     ),
     "utils.numa": RUNNERS,
     "utils.tensor_fragment": PARTS,
@@ -290,17 +295,19 @@ REFUSED: Mapping[str, Refusal] = {
     "DualPipeVModule": PIPES,
     **dict.fromkeys(
         ("KV", "MLA_KV", "MLA_Q", "NOT_HEAD_BLOCKED", "QUERY", "resolve_per_head_muon_after_sharding"),
-        Refusal("roles of a projection's heads are not named here", "tensor_parallel finds them by itself"),
+        Refusal(
+            "the head layout of a projection cannot be specified", "tensor_parallel detects it automatically"
+        ),
     ),
     **dict.fromkeys(
         ("merge_tp_model_init_into_config", "record_tp_model_init_args", "set_autotp_mode"),
-        Refusal("tensor parallelism is configured only in the JSON", "write tensor_parallel.autotp_size"),
+        Refusal("tensor parallelism is configured only in the JSON", "set tensor_parallel.autotp_size"),
     ),
     "default_inference_config": INFERENCE,
 }
 """Dotted name below `deepspeed`, or a dotted prefix -> why it is not available. The longest match is used."""
 
-_ALL = Refusal("launcher's engine has no such name")
+_ALL = Refusal("launcher provides no such name")
 
 
 def refusal_of(name: str) -> Refusal:

@@ -45,8 +45,8 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_ or name in self.states_:
             taken = f"seed {seed}" if seed in self.seeds_ else f"the name {name!r}"
             raise LauncherError(
-                f"{taken} of the tracker of random numbers is taken",
-                fix="call reset() first, or take another",
+                f"the RNG tracker already uses {taken}",
+                fix="call reset() first, or use another one",
             )
         self.seeds_.add(seed)
         device = get_accelerator()
@@ -64,7 +64,7 @@ class CudaRNGStatesTracker:
         """
         if name not in self.states_:
             raise LauncherError(
-                f"there is no random state with the name {name!r}",
+                f"the RNG tracker has no state named {name!r}",
                 fix="call model_parallel_cuda_manual_seed(seed), or add(name, seed), first",
             )
         device = get_accelerator()

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from launcher.config import Config, load
-from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig
+from launcher.config.offload import OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
 from launcher.config.problems import ConfigProblems, Problem
 from launcher.config.section import Section
 from launcher.config.zero import MOE_BLOCKS, STAGE3_PREFIX, LeafModuleConfig, ZeroConfig
@@ -24,6 +24,7 @@ __all__ = [
     "DeepSpeedBF16Config",
     "DeepSpeedFP16Config",
     "DeepSpeedMonitorConfig",
+    "DeepSpeedZenFlowConfig",
     "DeepSpeedZeroConfig",
     "DeepSpeedZeroLeafModuleConfig",
     "DeepSpeedZeroOffloadOptimizerConfig",
@@ -153,6 +154,12 @@ class DeepSpeedZeroLeafModuleConfig(_Shown):
     module, path = "runtime.zero.leaf_module_config", (ZERO, "leaf_module")
 
 
+class DeepSpeedZenFlowConfig(_Shown):
+    """zero_optimization.zenflow, which has no effect; DeepSpeed's name of the class is ZenFlowConfig."""
+
+    module, path = "runtime.zenflow.zenflow_config", (ZERO, "zenflow")
+
+
 class DeepSpeedFP16Config(_Shown):
     """The section fp16."""
 
@@ -201,6 +208,7 @@ _CLASSES: Mapping[type[Section], type[_Shown]] = {
     OffloadParamConfig: DeepSpeedZeroOffloadParamConfig,
     OffloadOptimizerConfig: DeepSpeedZeroOffloadOptimizerConfig,
     LeafModuleConfig: DeepSpeedZeroLeafModuleConfig,
+    ZenFlowConfig: DeepSpeedZenFlowConfig,
 }
 
 

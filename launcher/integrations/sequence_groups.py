@@ -31,7 +31,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
 def _made() -> SequenceGroups:
     if not _newest:
         raise ArgumentsError(
-            "there are no groups of ranks that share a sequence yet", where=WHERE, fix="call it first"
+            "the sequence-parallel groups have not been created yet", where=WHERE, fix="call it first"
         )
     return _newest[0]
 

@@ -283,6 +283,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.utils": {
         "bwc_tensor_model_parallel_rank": f"{_GROUPS}:bwc_tensor_model_parallel_rank",
     },
+    "runtime.zenflow.zenflow_config": {"ZenFlowConfig": f"{_SECTIONS}:DeepSpeedZenFlowConfig"},
     "runtime.zero": _ZERO,
     "runtime.zero.config": {
         **_from(_ENUMERATIONS, "ZeroStageEnum"),

@@ -23,8 +23,8 @@ def _split_layer(name: str, split: type[SplitModule]) -> Kind:
     return kind(
         name,
         lambda one: isinstance(one, split),
-        "a layer that is split",
-        "tensor_parallel in the JSON splits the layers; partition_config names layers of your own",
+        "a tensor-parallel layer",
+        "set tensor_parallel in the JSON; its partition_config specifies custom layers",
     )
 
 
@@ -62,9 +62,9 @@ class GatherReplacedLayerParams:
     def _assemble(self, param: Tensor, slot: ParamSlot, axis: Any) -> None:
         if isinstance(param, ShardedParameter):
             raise LauncherError(
-                "a parameter is sharded over the data-parallel ranks, and split over the others",
+                "a parameter is sharded by both ZeRO stage 3 and tensor parallelism",
                 where=WHERE,
-                fix="use stage 0, 1 or 2, or engine.save_16bit_model(), which writes whole parameters at every stage",
+                fix="use stage 0, 1 or 2, or engine.save_16bit_model(), which writes full parameters at every stage",
             )
         local = param.data
         param.data = whole(local, slot.split, axis)
@@ -78,7 +78,7 @@ class GatherReplacedLayerParams:
         self._kept = []
         if changed and kind is None:
             raise LauncherError(
-                "a parameter was changed while it was whole, and the change is not kept",
+                "a parameter was changed while it was gathered, and the change is discarded",
                 where=WHERE,
-                fix="change the part that this rank has outside, or load the values with engine.load_checkpoint()",
+                fix="change this rank's part outside the context, or load the values with engine.load_checkpoint()",
             )

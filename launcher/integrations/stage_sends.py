@@ -44,13 +44,13 @@ def recv(tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
 def _rank_of(stage: int, async_op: bool) -> int:
     if _grid is None:
         raise LauncherError(
-            "there is no grid that maps stages to ranks",
+            "no grid maps stages to ranks yet",
             where="deepspeed.runtime.pipe.p2p",
             fix="call p2p.init_process_groups(grid) with a PipelineParallelGrid first",
         )
     if async_op:
         raise LauncherError(
-            "async_op=True is not available, and DeepSpeed refuses it, too",
+            "async_op=True is not supported, nor is it in DeepSpeed",
             where="deepspeed.runtime.pipe.p2p",
             fix="use torch.distributed.isend() and irecv()",
         )

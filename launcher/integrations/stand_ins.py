@@ -55,9 +55,9 @@ def initialize(
     """
     if positional:
         raise ConfigError(
-            "only args and model can be passed by position",
+            "only args and model can be positional arguments",
             where="deepspeed.initialize()",
-            fix="pass the others by name",
+            fix="pass all others as keyword arguments",
         )
     init_distributed(dist_init_required=keywords.get("dist_init_required"))
     check_accelerate()
@@ -76,7 +76,7 @@ def initialize(
         mark_small(made[0].module)
     if made[0].resolved.expert_parallel.degree > 1:
         _let_accelerate_gather()
-    logger.info("DeepSpeed info: version=%s, its names on launcher's engine", VERSION)
+    logger.info("DeepSpeed info: version=%s, API provided by launcher's engine", VERSION)
     if made[1] is not None:
         made[1].parameter_offload = _Offload(made[0].module)  # type: ignore[attr-defined]
     return made
@@ -99,7 +99,8 @@ def _check_experts(model: nn.Module) -> None:
         spread = re.fullmatch(r"ep_size_(\d+)", str(getattr(param, "group_name", "")))
         if not getattr(param, "allreduce", True) and spread and int(spread[1]) > 1 and id(param) not in ours:
             raise ConfigError(
-                f"{name} is marked as one of experts that differ between ranks, and is in no layer of this engine's",
+                f"{name} is marked as an expert parameter that differs between ranks, but belongs to no MoE layer "
+                "of this engine",
                 where="deepspeed.initialize()",
                 fix='use deepspeed.moe.layer.MoE, or a Hugging Face model with "expert_parallel": {"size": N}',
             )
@@ -117,9 +118,10 @@ def _as_meant(config: Mapping[str, Any], world: int) -> dict[str, Any]:
     stages = meant.get("pipeline", {}).get("stages")
     if stages not in (None, 1):
         raise ConfigError(
-            f"pipeline.stages is {stages}, but the training loop of Hugging Face runs the whole model on every rank",
+            f"pipeline.stages is {stages}, but Hugging Face's training loop runs the whole model on every rank",
             where="pipeline.stages",
-            fix="delete the section, or train with `launch --config DS.json pretrain` or `finetune`, which know stages",
+            fix="delete the section, or train with `launch --config DS.json pretrain` or `finetune`, which support "
+            "stages",
         )
     _count_tensor_parallel(meant, world)
     _leave_out_data_parallel(meant, world)
@@ -135,9 +137,9 @@ def _check_trainer(config: Mapping[str, Any]) -> None:
         (isinstance(size, int) and size > 1) or config.get("context_parallel")
     ):
         raise ConfigError(
-            "ranks share sequences in the JSON, and the Trainer deals other sequences out to each",
+            "the config enables sequence parallelism, but the Trainer's sampler gives each rank different sequences",
             where="sequence_parallel_size" if size != 1 else "context_parallel",
-            fix="tell the Trainer, too: TrainingArguments(parallelism_config=ParallelismConfig(sp_backend="
+            fix="enable it in the Trainer, too: TrainingArguments(parallelism_config=ParallelismConfig(sp_backend="
             f'"deepspeed", sp_size={size if size != 1 else "N"}))',
         )
 
@@ -193,7 +195,7 @@ def _with_tp_size(config: Mapping[str, Any], asked: int) -> dict[str, Any]:
         raise ConfigError(
             f"tp_model_init() was called with tp_size={asked}, but the JSON sets {said}",
             where="tensor_parallel.autotp_size",
-            fix="write the same number in both, or leave one of them out",
+            fix="use the same number in both, or omit one of them",
         )
     return {**config, "tensor_parallel": section}
 

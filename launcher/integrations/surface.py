@@ -129,7 +129,7 @@ def tell() -> None:
     """Print once, on rank 0, what was imported, so that nobody mistakes it for DeepSpeed."""
     if os.environ.get("RANK", "0") == "0" and TOLD not in os.environ:
         os.environ[TOLD] = "1"  # child processes do not print it again
-        print(f"launcher: `import {PACKAGE}` gives launcher's engine (`launch shim --help`)", file=sys.stderr)
+        print(f"launcher: `import {PACKAGE}` uses launcher's engine (`launch shim --help`)", file=sys.stderr)
 
 
 def serve() -> Callable[[str], Any]:

@@ -138,10 +138,10 @@ class TiledFusedLogitsLoss:
         given = [x, y] if mask is None else [x, y, mask]
         if output_reduction not in ("mean", "sum") or any(one.shape[:2] != x.shape[:2] for one in given):
             raise ArgumentsError(
-                f"the reduction {output_reduction!r}, or the shapes {[tuple(one.shape) for one in given]}, "
-                "are not supported",
+                f"reduction {output_reduction!r} with shapes {[tuple(one.shape) for one in given]} "
+                "is not supported",
                 where="TiledFusedLogitsLoss.apply()",
-                fix='write "mean" or "sum"; x, y and mask have the same batch and sequence',
+                fix='use "mean" or "sum"; x, y and mask must have the same batch and sequence dimensions',
             )
         cut = [one.flatten(0, 1).chunk(shards) for one in given]
         losses = [_tile(fn, self, *tile) for tile in zip(*cut, strict=True)]
@@ -157,5 +157,5 @@ def _reduced(outputs: Tensor, reduction: str | None) -> Tensor:
     if reduction is None:
         return outputs
     if reduction not in ("mean", "sum"):
-        raise ArgumentsError(f"the reduction {reduction!r} is not known", fix='write "mean", "sum" or None')
+        raise ArgumentsError(f"unknown reduction {reduction!r}", fix='use "mean", "sum" or None')
     return outputs.mean() if reduction == "mean" else outputs.sum()

@@ -51,9 +51,9 @@ class TiledLinear(nn.Module):
         for name, parts, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= parts <= features:
                 raise TilesError(
-                    f"{name}_splits: {parts} parts of {features} features are not possible",
+                    f"{name}_splits: {features} features cannot be split into {parts} parts",
                     where="TiledLinear()",
-                    fix=f"give a number from 1 to {features}",
+                    fix=f"use a number from 1 to {features}",
                 )
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
@@ -77,7 +77,7 @@ class TiledLinear(nn.Module):
             inputs = split_tensor_along_last_dim(input_, _widths(self.in_parts))
         if len(inputs) != self.in_splits:
             raise ConfigError(
-                f"the input has {len(inputs)} parts, and in_splits is {self.in_splits}",
+                f"the input has {len(inputs)} parts, but in_splits is {self.in_splits}",
                 where="TiledLinear.forward()",
             )
         rows = [

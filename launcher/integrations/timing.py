@@ -92,7 +92,7 @@ class SynchronizedWallClockTimer:
         ranks: Sequence[int] | None = None,
     ) -> None:
         """Log the milliseconds of each timer, divided by `normalizer`, on one line on `ranks` (default 0)."""
-        assert normalizer > 0.0, "normalizer divides the times: give a number above 0"
+        assert normalizer > 0.0, "normalizer must be above 0: the times are divided by it"
         times = [
             f"{name}: {self(name).elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
         ]
@@ -100,7 +100,7 @@ class SynchronizedWallClockTimer:
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """Return the mean of the recorded times of each timer, in milliseconds."""
-        assert normalizer > 0.0, "normalizer divides the times: give a number above 0"
+        assert normalizer > 0.0, "normalizer must be above 0: the times are divided by it"
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         for name in means if reset else ():
             self.timers[name].reset()
@@ -216,7 +216,7 @@ class ThroughputTimer:
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """Return the mean of the numbers, without this fraction of the smallest and of the largest ones."""
-    assert 0.0 <= trim_percent <= 1.0, "trim_percent is a share: from 0 to 1"
+    assert 0.0 <= trim_percent <= 1.0, "trim_percent must be between 0 and 1"
     ordered = sorted(data)
     if not ordered:
         return 0.0

@@ -176,8 +176,8 @@ class DeepSpeedTransformerLayer(nn.Module):
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if not mask.is_floating_point():
         raise ArgumentsError(
-            f"the mask is of {mask.dtype}, and is added to the scores",
+            f"the mask has dtype {mask.dtype}, but it is added to the scores",
             where="DeepSpeedTransformerLayer",
-            fix="pass (1 - mask)[:, None, None] * -10000.0, as BERT does, or booleans",
+            fix="pass (1 - mask)[:, None, None] * -10000.0, as BERT does, or a boolean mask",
         )
     return mask.to(dtype)

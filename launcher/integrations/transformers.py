@@ -33,12 +33,10 @@ def enable() -> None:
         return
     loaded = sys.modules.get(PACKAGE)
     if loaded is not None and not getattr(loaded, "__launcher__", False):
-        raise LauncherError(
-            "DeepSpeed has been imported already", fix="call enable() before anything imports it"
-        )
+        raise LauncherError("DeepSpeed is already imported", fix="call enable() before anything imports it")
     if "accelerate" in sys.modules and importlib.util.find_spec(PACKAGE) is None:
         raise LauncherError(
-            "accelerate has been imported already, and found no deepspeed",
+            "accelerate is already imported, and found no deepspeed",
             fix="call enable() before you import transformers, trl or accelerate",
         )
     sys.path.insert(0, str(DIRECTORY))
@@ -48,7 +46,7 @@ def enable() -> None:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; it has enable, {', '.join(_HOMES)}"
+            f"module {__name__!r} has no attribute {name!r}; it provides enable, {', '.join(_HOMES)}"
         )
     enable()
     return getattr(importlib.import_module(_HOMES[name]), name)

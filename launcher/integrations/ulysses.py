@@ -113,7 +113,7 @@ class UlyssesSPDataLoaderAdapter:
             raise StopIteration
         if any(kind.keys() != kinds[0].keys() for kind in kinds):
             found = " and ".join(", ".join(kind) for kind in kinds)
-            raise ArgumentsError(f"batches of {self.axis.members} have other keys: {found}", where=WHERE)
+            raise ArgumentsError(f"batches of {self.axis.members} have different keys: {found}", where=WHERE)
         values = {key: self._exchanged(ready[key], [kind[key] for kind in kinds]) for key in kinds[0]}
         self.micro_batches.extend(
             {key: of_ranks[rank] for key, of_ranks in values.items()} for rank in range(self.axis.degree)
@@ -151,9 +151,9 @@ def _ready(batch: Mapping[str, Any], degree: int) -> dict[str, Any]:
             continue
         if value.dim() < 2 or value.shape[1] != length:
             raise ArgumentsError(
-                f"{key} has shape {tuple(value.shape)}, which cannot be cut as {IDS} {tuple(batch[IDS].shape)} is",
+                f"{key} has shape {tuple(value.shape)}, which cannot be sliced like {IDS} {tuple(batch[IDS].shape)}",
                 where=WHERE,
-                fix="leave it out of the batch, or give it as [batch, tokens, ...]",
+                fix="remove it from the batch, or pass it as [batch, tokens, ...]",
             )
         found[key] = padded_to(value, padded, IGNORED if key == SHIFTED else 0)
     return found

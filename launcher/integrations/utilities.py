@@ -151,7 +151,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     device = pick_device()
     now, most = current_memory_bytes(device) / GIB, peak_memory_bytes(device) / GIB
     host = f", host {current_memory_bytes() / GIB:.2f} GiB" if device.type != "cpu" else ""
-    logger.info("%s: %s %.2f GiB, at most %.2f GiB%s", message, device, now, most, host)
+    logger.info("%s: %s %.2f GiB, peak %.2f GiB%s", message, device, now, most, host)
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:

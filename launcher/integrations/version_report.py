@@ -22,7 +22,7 @@ torch_info = TORCH_INFO
 def debug_report() -> None:
     """Print the versions."""
     rows = {
-        "deepspeed": f"its names ({VERSION}) on launcher {OURS}",
+        "deepspeed": f"{VERSION} API, provided by launcher {OURS}",
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
         "device": accelerator_name,

@@ -147,8 +147,8 @@ def checkpoint_blocks(
         return None
     if not blocks:
         warnings.warn(
-            "activation_checkpointing is present, but the model has no transformer blocks to recompute "
-            "(no `_no_split_modules`, no nn.ModuleList of equal modules): nothing is checkpointed",
+            "activation_checkpointing is set, but the model has no transformer blocks to recompute "
+            "(no `_no_split_modules`, no nn.ModuleList of equal modules), so nothing is checkpointed",
             stacklevel=2,
         )
         return Checkpointer.of(config, axis, 0)
@@ -183,8 +183,8 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 def _switch_off(module: nn.Module) -> None:
     """Switch off transformers' gradient checkpointing in `module` and its submodules, with a warning."""
     warnings.warn(
-        "The model's own gradient checkpointing (gradient_checkpointing_enable) is switched off: the JSON's "
-        "activation_checkpointing recomputes the blocks already. Remove one of the two.",
+        "The model's own gradient checkpointing (gradient_checkpointing_enable) is switched off, because "
+        "activation_checkpointing in the JSON already recomputes the blocks. Remove one of the two.",
         stacklevel=3,
     )
     for inner in module.modules():

@@ -41,7 +41,7 @@ def load_config(model: str) -> PretrainedConfig:
             raise ConfigError(
                 f"The model directory {model!r} has no config.json.",
                 where=f"--model {model}",
-                fix="name a directory written by save_pretrained, or the config.json itself",
+                fix="pass a directory written by save_pretrained, or the path of a config.json",
             )
         return _config_from_file(path / "config.json")
     return _config_from_hub(model)
@@ -73,7 +73,7 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) 
         raise ConfigError(
             f"No causal LM can be built from this config ({config.model_type!r}): {_first_line(error)}",
             where=config.name_or_path or "the model's config.json",
-            fix="use the config of a causal language model that the installed transformers knows",
+            fix="use the config of a causal language model that the installed transformers version supports",
         ) from error
     switch_off_cache(model)
     return model.train()
@@ -111,13 +111,13 @@ def _config_from_file(path: Path) -> PretrainedConfig:
         raise ConfigError(
             f"{path} is not a readable JSON file: {_first_line(error)}",
             where=str(path),
-            fix="name a Hugging Face config.json",
+            fix="pass the path of a Hugging Face config.json",
         ) from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise ConfigError(
             f"{path} has no model_type, so it is not a Hugging Face model config.",
             where=str(path),
-            fix='add "model_type" (for example "llama"), or name another file',
+            fix='add "model_type" (for example "llama"), or pass another file',
         )
     model_type = content.pop("model_type")
     try:
@@ -126,7 +126,7 @@ def _config_from_file(path: Path) -> PretrainedConfig:
         raise ConfigError(
             f"transformers cannot read this config (model_type {model_type!r}): {_first_line(error)}",
             where=str(path),
-            fix="correct the value, or install a transformers that knows this model type",
+            fix="correct the value, or install a transformers version that supports this model type",
         ) from error
     config.name_or_path = "" if path.parent == Path(__file__).parent else str(path)
     return config
@@ -135,7 +135,7 @@ def _config_from_file(path: Path) -> PretrainedConfig:
 def _config_from_hub(model: str) -> PretrainedConfig:
     if model.endswith(".json") or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ConfigError(
-            f"There is no file or directory {model!r}.",
+            f"No such file or directory: {model!r}",
             where=f"--model {model}",
             fix="check the path",
         )
@@ -143,12 +143,12 @@ def _config_from_hub(model: str) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(model, local_files_only=bool(why_not))
     except Exception as error:  # network, authorisation and parsing errors of several libraries
-        answer = why_not or f"the Hugging Face Hub gave: {_first_line(error)}"
+        reason = why_not or _first_line(error)
         raise ConfigError(
-            f"No model {model!r}: not a local path, and {answer}",
+            f"Model {model!r} is not a local path, and could not be loaded from the Hugging Face Hub: {reason}",
             where=f"--model {model}",
-            fix="check the name and the network, or give a local directory or config.json; `--model smollm2` needs no "
-            "Hub",
+            fix="check the name and the network, or pass a local directory or config.json; `--model smollm2` does not "
+            "need the Hub",
         ) from error
     return config
 

@@ -33,7 +33,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any], options:
         except Exception as error:
             known = ", ".join(torch.compiler.list_backends())
             raise ConfigError(
-                f"torch.compile refuses backend {backend!r} with {dict(options)}: {error}".splitlines()[0],
+                f"torch.compile rejected backend {backend!r} with {dict(options)}: {error}".splitlines()[0],
                 where="compile, or Engine.compile()",
-                fix=f"write one of the backends {known}, and in kwargs what torch.compile takes",
+                fix=f"use one of the backends {known}, and only arguments of torch.compile in kwargs",
             ) from error

@@ -75,15 +75,15 @@ def _check(plan: InitializationPlan, name: str, module: nn.Module, owned: dict[s
     on_meta += [key for key, value in attributes if isinstance(value, torch.Tensor) and value.is_meta]
     if on_meta:
         raise LauncherError(
-            f"These tensors are still on the meta device and can get no value: {', '.join(on_meta)}.",
+            f"These tensors are still on the meta device and cannot be initialised: {', '.join(on_meta)}.",
             where=where,
-            fix="materialise them first; a tensor that is a plain attribute has to become a buffer",
+            fix="materialise them first; register tensors that are plain attributes as buffers",
         )
     orphans = [key for key in owned if not plan.is_written(name, key)]
     if orphans:
         raise LauncherError(
             f"Nothing initialises {', '.join(orphans)}: neither the model's _init_weights "
-            "nor a reset_parameters of the module writes it.",
+            "nor the module's reset_parameters sets it.",
             where=where,
             fix=f"give {type(module).__name__} a reset_parameters() that fills all its tensors",
         )

@@ -135,9 +135,9 @@ def _record(plan: InitializationPlan, root: nn.Module, writer: InitializerCall, 
             plan.call(root, writer)
     except Exception as error:
         raise LauncherError(
-            f"The initialiser of {writer.name or 'the root module'} does not run on meta tensors: {error}",
+            f"The initialiser of {writer.name or 'the root module'} fails on meta tensors: {error}",
             where=f"{type(root.get_submodule(writer.name)).__name__}, {writer.kind}",
-            fix="let it write with in-place operations that do not look at values (torch.nn.init does)",
+            fix="use in-place operations that do not depend on values, as torch.nn.init does",
         ) from error
     reads, writes = recorder.take()
     if not writes:

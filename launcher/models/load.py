@@ -48,7 +48,7 @@ class SafetensorsSource:
             raise CheckpointError(
                 f"{self.directory} has no weights in the safetensors format.",
                 where=str(self.directory),
-                fix=f"it needs {SINGLE_FILE} or {INDEX_FILE}; save_pretrained writes them",
+                fix=f"pass a directory with {SINGLE_FILE} or {INDEX_FILE}, as written by save_pretrained",
             )
 
     def names(self) -> dict[str, TensorInfo]:
@@ -88,7 +88,7 @@ class SafetensorsSource:
             not 0 <= part.start <= part.stop <= extent for part, extent in zip(index, info.shape, strict=True)
         ):
             raise CheckpointError(
-                f"A box of {tuple(sizes)} at {tuple(offsets)} of {name} was asked for, but it is {info.shape}.",
+                f"Cannot read a box of {tuple(sizes)} at {tuple(offsets)} from {name}, whose shape is {info.shape}.",
                 where=str(info.file),
             )
         if 0 in sizes:
@@ -123,9 +123,9 @@ class SafetensorsSource:
                 )
         except KeyError as error:
             raise CheckpointError(
-                f"{path} stores tensors of the unknown dtype {error}.",
+                f"{path} contains tensors of the unsupported dtype {error}.",
                 where=str(path),
-                fix="convert the weights first",
+                fix="convert the weights to another dtype first",
             ) from error
         except (SafetensorError, OSError, RuntimeError) as error:
             raise _unreadable(path, error) from error
@@ -142,14 +142,14 @@ class SafetensorsSource:
             path = self.directory / file
             if Path(file).name != file or not path.is_file():
                 raise CheckpointError(
-                    f"{index.name} names the file {file!r}, which is not in the directory.",
+                    f"{index.name} lists the file {file!r}, which is not in the directory.",
                     where=str(index),
                     fix="copy or download the missing file",
                 )
             expected = {name for name, where in weight_map.items() if where == file}
             if absent := sorted(expected - self._add_file(path)):
                 raise CheckpointError(
-                    f"{path} lacks tensors that {index.name} says it has: {first_names(absent)}.",
+                    f"{path} lacks tensors that {index.name} lists for it: {first_names(absent)}.",
                     where=str(path),
                     fix="copy or download the file again",
                 )

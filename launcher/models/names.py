@@ -139,12 +139,16 @@ def _complain(
     ]
     problems = [
         f"{len(names)} {what}: {first_names(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
+        for what, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("with a different shape", wrong),
+        )
         if names
     ]
     if problems:
         raise CheckpointError(
-            f"The weights do not fit {type(model).__name__}: {'; '.join(problems)}.",
+            f"The weights do not match {type(model).__name__}: {'; '.join(problems)}.",
             where=str(source.directory),
             fix="use the config.json that belongs to these weights",
         )

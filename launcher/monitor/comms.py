@@ -73,7 +73,7 @@ class CommsLog:
         """
         heads = [
             "operation",
-            "who",
+            "caller",
             "message",
             "count",
             "total ms",
@@ -82,7 +82,7 @@ class CommsLog:
             "alg Gbps",
             "bus Gbps",
         ]
-        lines = [heads + (["waited for others ms"] if stragglers is not None else [])]
+        lines = [heads + (["straggler wait ms"] if stragglers is not None else [])]
         for key, row in sorted(self.rows.items()):
             operation, who, nbytes = key
             algorithm, bus = bandwidths(nbytes, row)

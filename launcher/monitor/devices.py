@@ -77,7 +77,7 @@ def row_of(name: str) -> dict[str, Any]:
         near = [one for one in known if name.lower() in one] or difflib.get_close_matches(name.lower(), known)
         meant = f"did you mean {near[0]}? " if name and near else ""
         if name[:1].isdigit() and not near:  # a number of bytes, which memory-estimate accepts
-            meant = f"name its type, which says how fast it is, and write --memory {name} beside it; "
+            meant = f"give its type, which determines its speed, and add --memory {name}; "
         raise ConfigError(f"unknown GPU {name!r}", where="--gpu", fix=f"{meant}known: {', '.join(known)}")
     return row
 
@@ -128,7 +128,7 @@ def _measured(path: str) -> dict[str, Any]:
         ) from None
     if missing:
         raise ConfigError(
-            f"{path} has no {', '.join(missing)}", where="--gpu", fix="launch bench device --out FILE.json"
+            f"{path} lacks {', '.join(missing)}", where="--gpu", fix="launch bench device --out FILE.json"
         )
     return dict(row)
 

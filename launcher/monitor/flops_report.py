@@ -112,16 +112,16 @@ def _step_part(counts: Counts, model: _ModuleRow, facts: StepFacts) -> str:
     batch = facts.microbatch * facts.accumulation * facts.dp_ranks
     lines = [
         ("ranks", str(facts.ranks)),
-        ("sequences of a microbatch", f"{facts.microbatch}, {facts.accumulation} microbatches a step"),
+        ("sequences per microbatch", f"{facts.microbatch}, {facts.accumulation} microbatches per step"),
         ("parameters", f"{model.parameters:,}"),
         ("forward of a microbatch", f"{_number(model.flops / 2)}MACs, {_number(model.flops)}FLOPs"),
         ("forward", _rate(forward_flops, forward)),
         ("backward", _rate(counts.backward, backward)),
-        ("  recomputed in it", f"{_number(counts.recomputed)}FLOPs"),
-        ("  waiting for reductions in it", f"{1000 * phases.get('reduce', 0.0):.2f} ms"),
+        ("  of which recomputation", f"{_number(counts.recomputed)}FLOPs"),
+        ("  of which waiting for reductions", f"{1000 * phases.get('reduce', 0.0):.2f} ms"),
         ("optimizer step", f"{1000 * phases.get('step', 0.0):.2f} ms"),
-        ("whole step of a rank", _rate(flops, whole)),
-        ("samples of all ranks", f"{batch / whole:.2f} /s" if whole else "not timed"),
+        ("step of a rank, in total", _rate(flops, whole)),
+        ("samples over all ranks", f"{batch / whole:.2f} /s" if whole else "not timed"),
         ("device", facts.device),
     ]
     if facts.peak is None:
@@ -131,7 +131,7 @@ def _step_part(counts: Counts, model: _ModuleRow, facts: StepFacts) -> str:
         lines.append(
             (
                 "model FLOPs utilisation (MFU)",
-                f"{share} of {_number(facts.peak)}FLOP/s, without what is recomputed",
+                f"{share} of {_number(facts.peak)}FLOP/s, excluding recomputation",
             )
         )
     how = f"counted in the step after {facts.counted_in}, timed in this one"
@@ -153,7 +153,7 @@ def _top_part(rows: list[_ModuleRow], top: int) -> str:
         lines.append(
             f"  forward:    {_top(here, top, lambda row: 1000 * row.seconds, lambda ms: f'{ms:.2f} ms')}"
         )
-    return "\n".join(["Most by module class", *lines])
+    return "\n".join(["Top module classes", *lines])
 
 
 def _top(

@@ -44,7 +44,7 @@ class Straggler:
     steps: int
 
     def __str__(self) -> str:
-        return f"{self.phase} {self.ratio:.2f} times the median of the others for {self.steps} steps"
+        return f"{self.phase} {self.ratio:.2f} times the median of the other ranks for {self.steps} steps"
 
 
 class StragglerDetector:

@@ -25,7 +25,7 @@ PARTS = {
     "parameter_bytes": "parameters",
     "gradient_bytes": "gradients",
     "optimizer_bytes": "optimizer state",
-    STEP: "what a step adds",
+    STEP: "increase during a step",
 }
 """The parts of a rank's memory that are both estimated and measured -> their labels in the table."""
 _PACKAGES = ("launcher", "torch", "transformers", "datasets", "numpy")
@@ -66,7 +66,7 @@ def write_summary(
     parameters: int,
     records: Sequence[Mapping[str, Any]],
     ranks: Sequence[RankMemory],
-    estimate: Sequence[EstimatedMemory] | str = "nobody asked",
+    estimate: Sequence[EstimatedMemory] | str = "not requested",
     dynamic_loss_scale: bool = False,
     **extra: Any,
 ) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _pipeline_rows(pipeline: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
         )
         noun = "activation" if held == 1 else "activations"
         rows.append(
-            (f"stage {stage}", f"peak {peak:.1f} MiB, parameters {own:.1f} MiB, {held} {noun} held at most")
+            (f"stage {stage}", f"peak {peak:.1f} MiB, parameters {own:.1f} MiB, at most {held} {noun} held")
         )
     return rows
 

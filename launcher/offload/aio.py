@@ -42,8 +42,8 @@ class DirectFile:
         self.direct = bool(DIRECT) and self._reopen(DIRECT)
         if not self.direct:
             logger.warning(
-                "%s: its file system refuses direct I/O: offloading goes through the system's cache, which costs"
-                " memory and speed",
+                "%s: the file system does not support O_DIRECT; offloading uses the page cache "
+                "(slower, more memory)",
                 path.parent,
             )
 

@@ -24,15 +24,15 @@ class OwnDirectory:
         try:
             self._scratch = Scratch(parent, PREFIX, f"rank{rank}")
         except OSError as error:
-            raise faults.as_offload_error(error, "making a directory for offloaded shards", parent) from error
+            raise faults.as_offload_error(
+                error, "creating a directory for offloaded shards", parent
+            ) from error
         self.data = self._scratch.path / DATA
         if self._scratch.removed:
-            logger.warning(
-                "%s: removed %s bytes that crashed jobs left", parent, f"{self._scratch.removed:,}"
-            )
+            logger.warning("%s: removed %s bytes left by crashed jobs", parent, f"{self._scratch.removed:,}")
         for path in self._scratch.foreign:
             logger.warning(
-                "%s: %s bytes of another machine's job; remove it if that has ended",
+                "%s: %s bytes of a job of another machine; remove it if that job has ended",
                 path,
                 f"{size_of(path):,}",
             )

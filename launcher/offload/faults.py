@@ -7,31 +7,31 @@ from pathlib import Path
 
 from launcher.errors import OffloadError
 
-_SPACE = "free space there, name a larger disk in nvme_path, or use more machines"
+_SPACE = "free space there, set nvme_path to a larger disk, or use more machines"
 # errno -> (cause, fix)
 _KNOWN: dict[int, tuple[str, str]] = {
     errno.ENOSPC: ("the disk is full", _SPACE),
-    errno.EDQUOT: ("the quota is used up", _SPACE),
+    errno.EDQUOT: ("the disk quota is exceeded", _SPACE),
     errno.EFBIG: (
-        "the file may not grow so large",
-        "raise the limit (ulimit -f), or use a file system that takes it",
+        "the file would exceed the size limit",
+        "raise the limit (ulimit -f), or use a file system that supports files of this size",
     ),
     errno.EROFS: (
         "the file system is read-only",
-        "mount it for writing, or name another directory in nvme_path",
+        "mount it for writing, or set nvme_path to another directory",
     ),
     errno.EACCES: (
-        "writing is not allowed",
-        "change its permissions, or name another directory in nvme_path",
+        "permission denied",
+        "change its permissions, or set nvme_path to another directory",
     ),
     errno.EPERM: (
-        "writing is not allowed",
-        "change its permissions, or name another directory in nvme_path",
+        "permission denied",
+        "change its permissions, or set nvme_path to another directory",
     ),
-    errno.ENOENT: ("there is no such directory", "make it, or name one on the NVMe in nvme_path"),
-    errno.ENOTDIR: ("this is not a directory", "name a directory on the NVMe in nvme_path"),
-    errno.EIO: ("the disk reports an error", "look at the kernel's log (dmesg); the disk may be failing"),
-    errno.EMFILE: ("too many files are open", "raise the limit (ulimit -n)"),
+    errno.ENOENT: ("no such directory", "create it, or set nvme_path to a directory on the NVMe"),
+    errno.ENOTDIR: ("not a directory", "set nvme_path to a directory on the NVMe"),
+    errno.EIO: ("I/O error of the disk", "check the kernel log (dmesg); the disk may be failing"),
+    errno.EMFILE: ("too many open files", "raise the limit (ulimit -n)"),
 }
 
 
@@ -43,7 +43,7 @@ def as_offload_error(error: OSError, doing: str, path: Path | str) -> OffloadErr
     """
     number = error.errno or 0
     what, fix = _KNOWN.get(
-        number, (error.strerror or str(error), "see the system's documentation of this error")
+        number, (error.strerror or str(error), "see the system's documentation of this error code")
     )
     return OffloadError(
         f"{doing} failed: {what} ({errno.errorcode.get(number, number)})", where=str(path), fix=fix
@@ -53,7 +53,7 @@ def as_offload_error(error: OSError, doing: str, path: Path | str) -> OffloadErr
 def no_room(needed: int, found: int, path: Path | str) -> OffloadError:
     """Return the error for a disk with less free space than offloading will need."""
     return OffloadError(
-        f"the disk is too small for what is offloaded: {needed:,} bytes are needed, {found:,} are free",
+        f"the disk is too small for the offloaded state: {needed:,} bytes are needed, {found:,} are free",
         where=str(path),
         fix=_SPACE,
     )
@@ -64,15 +64,15 @@ def too_short(path: Path | str, doing: str, got: int) -> OffloadError:
     return OffloadError(
         f"{doing} stopped after {got:,} bytes: the file was truncated after it was written",
         where=str(path),
-        fix="keep other programs from the directory, and start again from the last checkpoint",
+        fix="keep other programs out of the directory, and restart from the last checkpoint",
     )
 
 
 def damaged(path: Path | str, doing: str) -> OffloadError:
     """Return the error for data that differs from what was written."""
     return OffloadError(
-        f"{doing}: the checksum differs, so the file does not hold what was written",
+        f"{doing}: checksum mismatch: the file does not contain the data that was written",
         where=str(path),
-        fix="keep other programs from the directory, look at the disk's health (dmesg, smartctl), and start again from"
-        " the last checkpoint",
+        fix="keep other programs out of the directory, check the health of the disk (dmesg, smartctl), "
+        "and restart from the last checkpoint",
     )

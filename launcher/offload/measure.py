@@ -66,7 +66,7 @@ class Bench:
             self.run(*DISK, self.size, write=True)
         except OSError as error:
             self._directory.close()
-            raise faults.as_offload_error(error, f"making a file of {size:,} bytes", path) from error
+            raise faults.as_offload_error(error, f"creating a file of {size:,} bytes", path) from error
         except BaseException:
             self._directory.close()
             raise
@@ -103,7 +103,7 @@ def bench(path: Path, size: int) -> Iterator[Bench]:
     """
     if size < 2 * DISK[0]:
         raise OffloadError(
-            f"{size:,} bytes are too few to measure with", fix=f"take at least {2 * DISK[0]:,}"
+            f"{size:,} bytes are too few for a measurement", fix=f"use at least {2 * DISK[0]:,}"
         )
     made = Bench(path, size)
     try:

@@ -57,7 +57,7 @@ class NvmeTier:
             self._file = DirectFile(self._directory.data)
         except OSError as error:
             self._directory.close()
-            raise faults.as_offload_error(error, "making a file for offloaded shards", path) from error
+            raise faults.as_offload_error(error, "creating a file for offloaded shards", path) from error
         self._queue = IoQueue(padded(config.block_size), config.queue_depth * config.intra_op_parallelism)
         self._pages = slice(None) if config.checksum == "all" else SAMPLES
 
@@ -110,7 +110,7 @@ class NvmeTier:
             raise OffloadError(
                 f"{key} is still being read or written",
                 where=str(self.file),
-                fix="wait for its last future first",
+                fix="wait for its previous future first",
             )
         return extent
 

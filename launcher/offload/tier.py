@@ -117,18 +117,18 @@ def finished() -> Future[None]:
 def as_bytes(tensor: Tensor, key: str) -> Tensor:
     """Return the memory of a contiguous tensor as uint8 [bytes]."""
     if not tensor.is_contiguous():
-        raise OffloadError(f"the tensor for {key} is not contiguous", fix="hand over tensor.contiguous()")
+        raise OffloadError(f"the tensor for {key} is not contiguous", fix="pass tensor.contiguous()")
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def wrong_size(key: str, asked: int, there: int | None) -> OffloadError:
     """Return the error for a key with a different size, or for a missing key (`there` is None)."""
     if there is None:
-        return OffloadError(f"{key} was never written, or was freed", where="offload tier")
+        return OffloadError(f"{key} was never written, or has been freed", where="offload tier")
     return OffloadError(
-        f"{key} has {there:,} bytes, but {asked:,} are requested",
+        f"{key} has {there:,} bytes, but {asked:,} were requested",
         where="offload tier",
-        fix="free the key before it is written with another size",
+        fix="free the key before writing it with another size",
     )
 
 

@@ -85,9 +85,9 @@ def _installed(kind: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise ConfigError(
-            f"{kind} comes from the package {package}, which cannot be imported: {error}",
+            f"{kind} requires the package {package}, which cannot be imported: {error}",
             where="optimizer.type",
-            fix=f'install it (pip install {package}), or write "type": "AdamW"',
+            fix=f'install it (pip install {package}), or use "type": "AdamW"',
         ) from error
 
 
@@ -102,7 +102,7 @@ def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> 
     name = type(optimizer).__name__
     if name in NOT_ELEMENTWISE:
         raise ConfigError(
-            f"{name} is not elementwise: it cannot step the slices of parameters that a rank owns",
+            f"{name} is not elementwise: it cannot update the slices of parameters that a rank owns",
             where="initialize(optimizer=...)",
             fix="use an elementwise optimizer such as AdamW, Adam, SGD, RMSprop or Adagrad",
         )
@@ -111,9 +111,10 @@ def from_client(optimizer: torch.optim.Optimizer, *, untested_allowed: bool) -> 
     )
     if not known and not untested_allowed:
         raise UntestedOptimizerError(
-            f"{name} is not one of torch.optim's: whether it is elementwise is not known",
+            f"{name} is not a torch.optim optimizer and may not be elementwise",
             where="initialize(optimizer=...)",
-            fix='set "zero_allow_untested_optimizer": true if each element\'s update depends on that element alone',
+            fix='set "zero_allow_untested_optimizer": true if the update of each element depends on '
+            "that element alone",
         )
 
     if name == "Muon" and type(optimizer) is torch.optim.Muon:
@@ -164,7 +165,7 @@ def named_groups(parameters: Iterable[Any] | None, names: dict[int, str]) -> lis
             raise ConfigError(
                 f"the optimizer has a parameter of shape {tuple(strangers[0].shape)} that the model does not have",
                 where="initialize(optimizer=..., model_parameters=...)",
-                fix="make the optimizer from the parameters of the model that is passed",
+                fix="construct the optimizer with the parameters of the model that is passed",
             )
         options = {k: v for k, v in group.items() if k != "params"}
         groups.append({**options, "names": list(dict.fromkeys(names[id(p)] for p in members))})

@@ -78,9 +78,9 @@ def loop() -> Callable[..., None] | None:
         compiled(trial[0], low, trial[1], trial[2], low.clone(), torch.ones(9))
     except Exception as error:  # no compiler, or an incompatible one: on any error use torch's kernels
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        logger.warning("the optimizer's step is not compiled, and runs in torch's kernels: %s", reason)
+        logger.warning("optimizer step could not be compiled; falling back to torch's kernels: %s", reason)
         return None
-    logger.info("the optimizer's step on the CPU is compiled")
+    logger.info("the CPU optimizer step is compiled")
     return compiled
 
 

@@ -132,7 +132,7 @@ def per_group(key: str, value: float | Sequence[float] | None, default: Sequence
         raise ConfigError(
             f"{len(values)} values for {len(default)} param groups",
             where=f"scheduler.params.{key}",
-            fix=f"write one number, or {len(default)}",
+            fix=f"use one number, or {len(default)}",
         )
     return values
 

@@ -19,7 +19,7 @@ class LossScaleExhausted(LauncherError):
 
     def __init__(self, scale: float, which: str = "") -> None:
         super().__init__(
-            f"gradients overflow in fp16 although the loss scale is at its floor of {scale:g}"
+            f"fp16 gradients overflow although the loss scale is already at its minimum of {scale:g}"
             + (f": {which}" if which else ""),
             where="fp16.min_loss_scale",
             fix='train in bf16 ("bf16": {"enabled": true}), lower the learning rate, or clip gradients'

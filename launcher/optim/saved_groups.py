@@ -53,10 +53,10 @@ def saved_groups(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> li
         first = next(iter(several), at)
         if other := next((n for n, option in several.items() if option != several[first]), None):
             raise CheckpointError(
-                f"the parameters of param group {at} were in the groups {first} and {other} of the checkpoint, which "
-                f"differ: {_difference(several[first], several[other])}",
-                fix="start the recipe with --decay matrices; in a script, make the param groups as they were, or pass "
-                "load_optimizer_states=False",
+                f"the parameters of param group {at} were in param groups {first} and {other} of the "
+                f"checkpoint, whose options differ: {_difference(several[first], several[other])}",
+                fix="start the recipe with --decay matrices; in a script, create the same param "
+                "groups, or pass load_optimizer_states=False",
             )
         found.append(first)
     return found
@@ -86,8 +86,8 @@ def _by_group(key: Any, value: Any, groups: Sequence[int], count: int) -> Any:
 def _check_count(saved: int, here: int) -> None:
     if saved != here:
         raise CheckpointError(
-            f"the checkpoint has {saved} param groups, not {here}",
-            fix="make the param groups as they were, or pass load_optimizer_states=False",
+            f"the checkpoint has {saved} param groups, but this run has {here}",
+            fix="create the same param groups, or pass load_optimizer_states=False",
         )
 
 

@@ -159,7 +159,7 @@ def _curve(params: DeepSpeedParams, lrs: list[float]) -> Curve:
             return range_test_lr(params, lrs)
         case OneCycleParams():
             return one_cycle_lr(params, lrs)
-    raise ConfigError(f"{type(params).__name__} has no curve", where="scheduler.type")
+    raise ConfigError(f"unknown schedule parameters {type(params).__name__}", where="scheduler.type")
 
 
 def _torch_schedule(name: str, params: TorchParams, optimizer: Optimizer) -> Any:
@@ -168,7 +168,7 @@ def _torch_schedule(name: str, params: TorchParams, optimizer: Optimizer) -> Any
         return getattr(torch.optim.lr_scheduler, name)(optimizer, **keywords)
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"torch's {name} does not take these keywords: {error}",
+            f"torch's {name} does not accept these keywords: {error}",
             where="scheduler.params",
-            fix="change them as it says",
+            fix="change the params as the error says",
         ) from error

@@ -196,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Forget buffers stepped in a backward whose optimizer step will not follow, with a warning."""
         if self.early:
             names = ", ".join(sorted(gradient.flat.name for gradient in self.early))
-            logger.warning("a step was abandoned after parts of the model had been stepped: %s", names)
+            logger.warning("an optimizer step failed after it had updated part of the model: %s", names)
         self.early.clear()
 
     def _batches(self) -> Iterator[list[FlatState]]:

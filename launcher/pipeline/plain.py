@@ -63,9 +63,9 @@ def _encoded(value: Any) -> Any:
     if _is_output(kind):
         return ["output", kind.__module__, kind.__qualname__, *_pairs(value)]
     raise LauncherError(
-        f"a {kind.__module__}.{kind.__qualname__} cannot go from one pipeline stage to another",
-        fix="let batches, and what blocks return, be tensors, numbers and texts in lists, tuples, dictionaries or "
-        "Hugging Face's outputs",
+        f"{kind.__module__}.{kind.__qualname__} cannot be sent between pipeline stages",
+        fix="use only tensors, numbers and strings in lists, tuples, dicts or Hugging Face outputs, in "
+        "batches and in the outputs of blocks",
     )
 
 
@@ -90,7 +90,7 @@ def _decoded(value: Any) -> Any:
         return known(*map(_decoded, rest)) if kind == "named" else known(**_dict(rest))
     if kind in _DICTS:
         return _DICTS[kind](_dict(inside))
-    raise ValueError(f"a peer sends {kind!r}, which is no kind of plain data")
+    raise ValueError(f"received {kind!r} from another stage, which is not a supported data type")
 
 
 def _dict(pairs: list[Any]) -> dict[Any, Any]:
@@ -104,7 +104,9 @@ def _known(module: str, name: str, kind: str) -> Any:
         found = getattr(found, part, None)
     if isinstance(found, type) and (_is_named(found) if kind == "named" else _is_output(found)):
         return found
-    raise ValueError(f"a peer sends a {module}.{name}, which is no container that this rank knows")
+    raise ValueError(
+        f"received {module}.{name} from another stage, which is not a container type loaded on this rank"
+    )
 
 
 def _is_named(kind: type) -> bool:

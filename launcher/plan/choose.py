@@ -167,14 +167,14 @@ def reasons(
         if peak is None:
             continue
         if peak > place.usable(other):
-            yield f"{name}: does not fit, {in_words(peak)} of {in_words(place.usable(other))}"
+            yield f"{name}: does not fit, needs {in_words(peak)} of {in_words(place.usable(other))}"
             continue
         time = step_time(work, other, place.device, place.per_node, exact=True)
         slower = time.total / choice.time.total - 1
         if slower > CLEAR:
             yield f"{name}: {slower:.0%} slower, {_most_grown(choice.time, time)}"
         elif slower < -CLEAR:
-            yield f"{name}: {-slower:.0%} faster by the prediction"
+            yield f"{name}: {-slower:.0%} faster (predicted)"
 
 
 def _neighbours(work: ModelWork, layout: Layout, batch: int) -> Iterator[tuple[str, Layout]]:
@@ -199,7 +199,7 @@ def _neighbours(work: ModelWork, layout: Layout, batch: int) -> Iterator[tuple[s
         sequences = layout.micro * layout.accumulation
         if micro in MICROBATCHES and sequences % micro == 0:
             yield f"microbatch {micro}", replace(layout, micro=micro, accumulation=sequences // micro)
-    without = "no recomputing" if layout.recompute else "recomputing"
+    without = "no recomputation" if layout.recompute else "recomputation"
     yield without, replace(layout, recompute=not layout.recompute)
     if layout.pp > 1:
         for schedule, chunks in (("1f1b", 1), *(("interleaved", chunks) for chunks in CHUNKS), ("zbv", 2)):
@@ -231,16 +231,16 @@ def _with_mesh(
 
 def _most_grown(before: StepTime, after: StepTime) -> str:
     grown = {field.name: getattr(after, field.name) - getattr(before, field.name) for field in fields(before)}
-    return f"most of it {WORDS[max(grown, key=lambda name: grown[name])]}"
+    return f"mostly due to {WORDS[max(grown, key=lambda name: grown[name])]}"
 
 
 WORDS = {
-    "compute": "computing",
-    "recompute": "recomputed forwards",
-    "tp": "all-reduces of tensor parallelism",
-    "cp": "what attention exchanges of shared sequences",
-    "experts": "tokens on their way to experts",
-    "bubble": "the bubble of the pipeline",
-    "data": "gathers and reductions of ZeRO",
-    "optimizer": "the optimizer's step",
+    "compute": "compute",
+    "recompute": "recomputation",
+    "tp": "tensor-parallel all-reduces",
+    "cp": "context-parallel all-to-alls",
+    "experts": "expert dispatch and combine",
+    "bubble": "the pipeline bubble",
+    "data": "ZeRO all-gathers and reductions",
+    "optimizer": "the optimizer step",
 }

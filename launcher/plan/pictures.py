@@ -31,7 +31,7 @@ def pareto(choices: Sequence[Choice], limit: float) -> Figure:
             f"tp {tp} pp {pp} dp {dp}{shared}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7
         )
     axes.axvline(limit / GIB, color="#1f2933", linestyle="--", linewidth=1, label="the device")
-    axes.set_xlabel("peak GiB of a device")
+    axes.set_xlabel("peak GiB per device")
     axes.set_ylabel("seconds per step")
     finish(axes)
     return figure

@@ -71,17 +71,17 @@ def apply(model: nn.Module, mesh: Mesh, layout: SequenceLayout) -> SharedModel:
     """
     model = causal_lm_in(model)
     if not model._supports_attention_backend:
-        raise refused(model, "does not look its attention up in AttentionInterface")
+        raise refused(model, "does not support transformers' AttentionInterface")
     if POSITIONS not in inspect.signature(type(model).forward).parameters:
-        raise refused(model, f"takes no {POSITIONS}")
+        raise refused(model, f"has no argument {POSITIONS}")
     config: Any = model.config.get_text_config()
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in _ATTENTION:
-            raise refused(model, f"has layers of kind {kind}, which read other tokens by their own rules")
+            raise refused(
+                model, f"has layers of type {kind}, which access other tokens in an unsupported way"
+            )
     if getattr(config, "output_router_logits", False):
-        raise refused(
-            model, "has an auxiliary loss of its routers (output_router_logits), which needs all tokens"
-        )
+        raise refused(model, "has an auxiliary router loss (output_router_logits), which needs all tokens")
     ring, ulysses = mesh.split_cp(layout.ulysses)
     attention = SharedAttention(ring, ulysses, config._attn_implementation or "sdpa")
     attention.install(config)
@@ -184,19 +184,19 @@ class SharedModel:
         if sequence.came_in_slices:
             asked = getattr(output, "loss", None) is not None
             if asked and not self.loss_computed and not names(module, SHIFTED):
-                raise refused(module, "computes its loss itself, and takes no shift_labels")
+                raise refused(module, "computes its loss itself, and does not accept shift_labels")
             return None
         if sequence.shift_labels is not None and not self.loss_computed:
-            raise refused(module, "computes its loss itself, not with loss_function")
+            raise refused(module, "computes its loss itself instead of calling loss_function")
         if not isinstance(output, ModelOutput):
-            raise refused(module, f"returns a {type(output).__name__}, not an output with names")
+            raise refused(module, f"returns a {type(output).__name__}, not a ModelOutput")
         for key in ("hidden_states", "last_hidden_state"):
             if output.get(key) is not None:
                 output[key] = tree_map(lambda x: self.whole(x, sequence), output[key])
         for key in output:
             known = key in _WHOLE or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output[key]))
             if not known:
-                raise refused(module, f"is asked for {key}, of which a rank has only some")
+                raise refused(module, f"returns {key}, of which each rank computes only a part")
         if self.gives_cache and not module.training and hasattr(output, CACHE):
             output[CACHE] = NoCache()
         if output.get("logits") is None:
@@ -214,8 +214,8 @@ class SharedModel:
         self.warned = True
         if dist.get_rank() == 0:
             logger.warning(
-                "%s: the documents of a row (position_ids) do not see each other. Where one rank has the whole row "
-                "they do: transformers keeps them apart only where config.use_cache is false, and not in every model",
+                "%s: packed documents (position_ids) do not attend to each other here, but they do without context "
+                "parallelism: transformers separates them only if config.use_cache is false, and not in every model",
                 type(self.model).__name__,
             )
 

@@ -26,23 +26,23 @@ def check_arguments(model: nn.Module, batch: Mapping[str, Any], *, pads_alone: b
         pads_alone: for padded batches, the model computes positions other than 0, 1, 2, ...
     """
     if batch.get("logits_to_keep"):
-        raise refused(model, "is asked for some of its logits (logits_to_keep)")
+        raise refused(model, "was called with logits_to_keep")
     for key in _OF_LAYERS:
         if batch.get(key):
-            raise refused(model, f"is asked for {key}, of which a rank has only some")
+            raise refused(model, f"was called with {key}, of which each rank computes only a part")
     for key, value in batch.items():
         if value is not None and key.startswith(_MEDIA):
-            raise refused(model, f"gets {key}, which belong to places of the whole sequence")
+            raise refused(model, f"was called with {key}, which correspond to positions in the full sequence")
     embeddings: Any = model
     if model.training and getattr(embeddings.get_input_embeddings(), "neftune_noise_alpha", None):
-        raise refused(model, "adds noise that depends on the length of a slice (neftune_noise_alpha)")
+        raise refused(model, "adds noise that depends on the length of a rank's slice (neftune_noise_alpha)")
     kept = batch.get(MASK)
     if pads_alone and batch.get(POSITIONS) is None and kept is not None and not bool(kept.all()):
         raise ConfigError(
-            f"{type(model).__name__} counts the positions of a padded batch in a way of its own, which ranks that "
-            "share its sequences do not see",
+            f"{type(model).__name__} computes {POSITIONS} from the padding mask, which does not work on a slice of the "
+            "sequence",
             where=f"forward: {POSITIONS}",
-            fix=f"give {POSITIONS}, or batches without padding",
+            fix=f"pass {POSITIONS}, or batches without padding",
         )
 
 
@@ -53,8 +53,8 @@ def check_length(model: nn.Module, length: int) -> None:
     if getattr(config, "attn_temperature_tuning", False) and length >= config.floor_scale:
         raise refused(
             model,
-            f"scales queries from position {config.floor_scale:,} on (attn_temperature_tuning), and counts those of a "
-            "rank",
+            f"scales queries from position {config.floor_scale:,} on (attn_temperature_tuning), counting "
+            "positions within a rank's slice",
         )
 
 
@@ -63,7 +63,7 @@ class NoCacheError(ConfigError, AttributeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "ranks that share a sequence keep no cache of it, unless the model is called with use_cache=True",
+            "no KV cache is kept for a sharded sequence unless the model is called with use_cache=True",
             where=f"outputs.{CACHE}",
             fix="pass use_cache=True from the first call on, or call generate()",
         )

@@ -88,14 +88,14 @@ def attention(
     """
     if not isinstance(attention_mask, AttentionMask):
         if current.get() is not None:
-            raise refused(module, "gives its attention a mask of its own, or none")
+            raise refused(module, "passes a custom attention mask, or no mask, to its attention")
         own = _attention_before(module, _before(module.config))
         found: tuple[Tensor, Any] = own(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **keywords
         )
         return found
     if dropout:
-        raise refused(module, f"has an attention dropout of {dropout}")
+        raise refused(module, f"applies attention dropout ({dropout})")
     if keywords.get("position_bias") is not None:
         raise refused(module, "adds a position bias to its attention scores")
     scores = Scores(
@@ -120,7 +120,10 @@ def _over_ranks(
     axis, sequence = shared.ulysses, rules.sequence
     heads, groups = query.shape[1], key.shape[1]
     if heads % axis.degree:
-        raise refused(module, f"has {heads} heads on a rank, which {axis.degree} ranks cannot share evenly")
+        raise refused(
+            module,
+            f"has {heads} attention heads per rank, which cannot be split evenly over {axis.degree} Ulysses ranks",
+        )
     of_queries, of_keys = query_heads(heads, axis.degree), key_heads(heads, groups, axis.degree)
     if of_keys is None:
         key, value = (x.repeat_interleave(heads // groups, 1) for x in (key, value))

@@ -41,10 +41,10 @@ class SequenceGroups:
         world = dist.get_world_size()
         if degree < 1 or world % degree:
             raise ArgumentsError(
-                f"{degree} ranks are to share each sequence, and {world} were started",
+                f"sequence-parallel size {degree} does not divide the world size {world}",
                 where=WHERE,
-                fix=f"start a multiple of {degree} ranks, or share each sequence (sequence_parallel_size, sp_size) "
-                f"between {' or '.join(str(n) for n in range(1, world + 1) if world % n == 0)}",
+                fix=f"start a multiple of {degree} ranks, or set the size (sequence_parallel_size, sp_size) to "
+                f"{' or '.join(str(n) for n in range(1, world + 1) if world % n == 0)}",
             )
         lines = torch.arange(world).view(-1, degree).tolist()
         group, every = dist.new_subgroups_by_enumeration(lines)[0], dist.group.WORLD

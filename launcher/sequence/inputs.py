@@ -138,9 +138,10 @@ def check_shape(given: Any, name: str, rows: int, length: int) -> None:
         return
     what = type(given).__name__ if shape is None else f"tensor of shape {shape}"
     raise ConfigError(
-        f"{name} is a {what}, where ranks share sequences of shape {(rows, length)}",
+        f"{name} is a {what}, but the sequences have shape {(rows, length)}",
         where=WHERE,
-        fix="give one of the shape of input_ids; position_ids that start anew with each document keep documents apart",
+        fix="pass a tensor with the shape of input_ids; to separate packed documents, pass position_ids that restart "
+        "at each document",
     )
 
 
@@ -176,9 +177,9 @@ def labels_of_next(batch: Mapping[str, Any]) -> Tensor | None:
 def refused(model: nn.Module, why: str) -> ConfigError:
     """Return the error for a model, or a module in it, that cannot work on slices of a sequence."""
     return ConfigError(
-        f"{type(model).__name__} {why}, so its sequences cannot be shared by ranks",
+        f"{type(model).__name__} {why}, so its sequences cannot be sharded (context parallelism)",
         where=WHERE,
-        fix="remove the section for this model, and split its layers instead (tensor_parallel)",
+        fix="remove the section for this model, or use tensor parallelism instead (tensor_parallel)",
     )
 
 

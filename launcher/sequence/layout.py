@@ -103,9 +103,10 @@ def planned(model: Any, degree: int, section: ContextParallelConfig, *, tp: int)
     if heads % ulysses or degree % ulysses:
         fitting = [size for size in range(1, degree + 1) if degree % size == 0 and heads % size == 0]
         raise ConfigError(
-            f"{ulysses} ranks cannot share {heads} attention heads evenly",
+            f"ulysses {ulysses} must divide both the {heads} attention heads of a rank and the context-parallel "
+            f"degree {degree}",
             where="context_parallel.ulysses",
-            fix=f"write one of {', '.join(map(str, fitting))}: a ring over the others is chosen for you",
+            fix=f"use one of {', '.join(map(str, fitting))}; a ring over the remaining ranks is chosen automatically",
         )
     return SequenceLayout(section.layout, degree // ulysses, ulysses)
 

@@ -130,9 +130,9 @@ class MaskIsNoTensorError(ConfigError, AttributeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"a layer {what}, which is no tensor where sequences are shared by ranks",
+            f"a layer {what}, which is not a tensor under context parallelism",
             where="context_parallel",
-            fix="remove the section for this model, and split its layers instead (tensor_parallel)",
+            fix="remove the section for this model, or use tensor parallelism instead (tensor_parallel)",
         )
 
 
@@ -155,10 +155,10 @@ class AttentionMask:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise MaskIsNoTensorError(f"reads the {name} of its attention mask")
+        raise MaskIsNoTensorError(f"accesses the attribute {name} of its attention mask")
 
     def __getitem__(self, key: Any) -> Any:
-        raise MaskIsNoTensorError("takes a part of its attention mask")
+        raise MaskIsNoTensorError("indexes its attention mask")
 
     def visibility(self, queries: range, keys: range) -> Visibility:
         """Return whether all rules together allow all, some or none of the pairs of a block."""
@@ -221,7 +221,7 @@ def rules_of(function: Callable[..., Any], places: Tensor) -> list[MaskRule]:
     if kind == "and_masks.<locals>.and_mask":
         return [rule for one in inside["mask_functions"] for rule in rules_of(one, places)]
     raise ConfigError(
-        f"attention masks made by {kind} are not known where sequences are shared by ranks",
+        f"attention masks created by {kind} are not supported under context parallelism",
         where="context_parallel",
         fix="remove the section for this model",
     )

@@ -194,7 +194,7 @@ class _Chunks:
         yield axis.rank, self.key, self.value
         for step in range(1, axis.degree):
             arrived, coming = coming, self._start(step + 1)
-            assert arrived is not None, "there is a step"
+            assert arrived is not None, "no exchange was started"
             pending, buffer = arrived
             pending.wait()
             there = (self.key, self.value) if buffer is None else _unpacked(buffer, self.key, self.value)

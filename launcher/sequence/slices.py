@@ -80,8 +80,8 @@ def _check_shapes(source: Tensor, axis: Axis, given: list[bool]) -> None:
     shapes = gathered(mine, axis, 0, TAG).tolist()
     if any(shape != shapes[0] for shape in shapes):
         raise ArgumentsError(
-            f"{axis.members} share a sequence, and have slices of [batch, tokens] "
-            f"{', '.join(str(shape[:2]) for shape in shapes)}, or other arguments beside them",
+            f"{axis.members} share a sequence, but were called with slices of unequal [batch, tokens] shapes "
+            f"{', '.join(str(shape[:2]) for shape in shapes)}, or with different arguments",
             where="forward",
-            fix="give each rank an equal slice: UlyssesSPDataLoaderAdapter does",
+            fix="give each rank a slice of the same shape, as UlyssesSPDataLoaderAdapter does",
         )

@@ -173,7 +173,7 @@ class DeferredLogits:
     def _one(self, other: Any) -> Any:
         """Return `other` if it is a scalar, the same for all logits; raise otherwise."""
         if isinstance(other, DeferredLogits) or (isinstance(other, Tensor) and other.numel() > 1):
-            raise self._refusal("a product with other tensors")
+            raise self._refusal("an operation with another tensor")
         return other
 
     def __getattr__(self, name: str) -> Any:
@@ -188,14 +188,14 @@ class DeferredLogits:
         raise self._refusal("len(outputs.logits)")
 
     def __iter__(self) -> Any:
-        raise self._refusal("a loop over outputs.logits")
+        raise self._refusal("iterating over outputs.logits")
 
     def _refusal(self, who: str) -> LauncherError:
         return DeferredLogitsError(
-            f"{who} needs the logits of {self.model} (shape {tuple(self.shape)}); its loss is computed in tiles while "
-            "it trains, and they are never there",
+            f"{who} needs the full logits of {self.model} (shape {tuple(self.shape)}), which are never materialised "
+            "because the loss is computed in tiles during training",
             where="outputs.logits",
-            fix='call the model without labels, or in eval mode; or write "tiled_loss": false',
+            fix='call the model without labels, or in eval mode; or set "tiled_loss": false',
         )
 
 
@@ -288,6 +288,6 @@ def tile_loss(model: nn.Module, wanted: bool | None, *, shared: bool) -> TiledLo
         raise ConfigError(
             f"the loss of {type(found).__name__} cannot be computed in tiles: {reason}",
             where=WHERE,
-            fix="leave it out: all logits are computed at once then",
+            fix="remove the key; all logits are then computed at once",
         )
     return None

@@ -54,7 +54,7 @@ def tile_mlps(model: nn.Module) -> TiledMLPs:
         raise ConfigError(
             f"no block of {type(model).__name__} has an MLP of linear layers named {', '.join(sorted(NAMES))}",
             where=WHERE,
-            fix="leave it out for this model",
+            fix="remove the key for this model",
         )
     return TiledMLPs(found)
 

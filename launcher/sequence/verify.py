@@ -47,8 +47,8 @@ def verify(
     if not _is_near(found, wanted, dtype):
         raise refused(
             shared.model,
-            f"has a loss of {found:.6f} on slices of a sequence over {shared.axis.degree} ranks, and of {wanted:.6f} "
-            "where each rank has all of it",
+            f"has a loss of {found:.6f} with sequences sharded over {shared.axis.degree} ranks, but {wanted:.6f} "
+            "without sharding",
         )
     kept = torch.ones_like(ids)
     kept[0, : length // 4] = 0
@@ -73,7 +73,7 @@ def _losses(
         raise
     except Exception as error:  # from the model's own code, which expects a full sequence
         raise refused(
-            shared.model, f"cannot compute a slice of a sequence ({type(error).__name__})"
+            shared.model, f"cannot run on a slice of a sequence ({type(error).__name__})"
         ) from error
     with shared.verified(active=False):
         return found, loss_of(batch)

@@ -97,7 +97,7 @@ class _Splitter:
         text = self.config.get_text_config() if isinstance(self.model, PreTrainedModel) else None
         for kind in {model_type_of(self.model), getattr(text, "model_type", "")} & set(WITHOUT_SEQUENCE):
             raise ConfigError(
-                f"models of type {kind} cannot work on slices of the sequence: {WITHOUT_SEQUENCE[kind]}",
+                f"models of type {kind} do not support sequence parallelism: {WITHOUT_SEQUENCE[kind]}",
                 where="tensor_parallel.sequence_parallel",
                 fix="set it to false",
             )
@@ -251,9 +251,10 @@ class _Splitter:
     def _indivisible(self, name: str, count: int, *, replicates: bool = False) -> ConfigError:
         valid = valid_degrees(count, replicates=replicates)
         return ConfigError(
-            f"{name} has {count} heads or features, which {self.axis.degree} tensor-parallel ranks cannot share evenly",
+            f"{name}: {count} heads or features are not divisible by the tensor-parallel degree "
+            f"{self.axis.degree}",
             where=WHERE,
-            fix=f"use one of {', '.join(map(str, valid))}",
+            fix=f"use a degree of {', '.join(map(str, valid))}",
         )
 
 

@@ -30,14 +30,14 @@ from launcher.tensor.split_model import wants_loss_only
 
 _PER_VOCABULARY = ("z_loss_coefficient", "unpadded_vocab_size")
 _METADATA_ONLY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-_GATHER = "write tensor_parallel.vocab_parallel_lm_head: false"
+_GATHER = "set tensor_parallel.vocab_parallel_lm_head to false"
 
 
 def wants_gathered_head(model: PreTrainedModel) -> str | None:
     """Return why the model's forward needs the gathered output of the head; None: it may stay split."""
     name = type(model).__name__
     if "forward" in vars(model):
-        return f"forward of this {name} was replaced"
+        return f"the forward of this {name} was replaced"
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is None or "loss_function" not in code.co_names:
         return f"{name}.forward does not call loss_function"
@@ -45,7 +45,7 @@ def wants_gathered_head(model: PreTrainedModel) -> str | None:
         return f"the loss of {name} is not ForCausalLMLoss"
     for key in _PER_VOCABULARY:
         if getattr(model.config, key, None):
-            return f"{key} of its config makes {name}.forward look at whole logits"
+            return f"{key} of its config makes {name}.forward use the full logits"
     if not model.config.return_dict:
         return f"the outputs of {name} are tuples: config.return_dict is false"
     return None
@@ -64,7 +64,9 @@ def split_head(model: PreTrainedModel, axis: Axis, sizes: Sequence[int]) -> None
     """
     reason = wants_gathered_head(model)
     if reason is not None:
-        raise LauncherError(f"the logits cannot stay split: {reason}", fix="gather the output of the head")
+        raise LauncherError(
+            f"vocabulary-parallel logits are not supported: {reason}", fix="gather the output of the head"
+        )
     head = SplitHead(type(model).__name__, axis, sizes)
     model.loss_function = head.loss
     model.split_head = head  # type: ignore[assignment]
@@ -91,7 +93,7 @@ def keep_logits_split(model: nn.Module, axis: Axis, head: nn.Module | None, want
         raise ConfigError(
             f"the loss of {type(model).__name__} cannot be computed on split logits: {why}",
             where="tensor_parallel.vocab_parallel_lm_head",
-            fix="leave it out: the logits are gathered then",
+            fix="remove the key to gather the logits",
         )
     if why is None and wanted is not False and isinstance(head, VocabularyHead):
         assert head.split.gathers is not None and isinstance(model, PreTrainedModel)
@@ -135,14 +137,16 @@ class SplitHead:
         """Return the outputs of the model's forward, with their logits gathered or replaced by the guard."""
         if not isinstance(outputs, ModelOutput) or "logits" not in outputs:
             raise LauncherError(
-                f"the head of {self.model} is split, and its forward gave {type(outputs).__name__} without logits",
+                f"the head of {self.model} is split, but its forward returned {type(outputs).__name__} "
+                "without logits",
                 fix=_GATHER,
             )
         if outputs.get("loss") is not None and not self.loss_computed:
             raise LauncherError(
-                f"{self.model} computed a loss itself, on logits of {self.width} of {self.vocabulary} vocabulary ids",
+                f"{self.model} computed its own loss, on the logits of only {self.width} of "
+                f"{self.vocabulary} vocabulary ids",
                 where=f"{self.model}.forward",
-                fix=f"{_GATHER}, or have forward call self.loss_function",
+                fix=f"{_GATHER}, or call self.loss_function in forward",
             )
         local: Tensor = outputs["logits"]
         self._check(local, "into its outputs")
@@ -153,7 +157,8 @@ class SplitHead:
     def _check(self, logits: Tensor, where: str) -> None:
         if logits.shape[-1] != self.width:
             raise LauncherError(
-                f"the head of {self.model} gives {self.width} columns, and its forward put {logits.shape[-1]} {where}",
+                f"the head of {self.model} computes {self.width} columns, but its forward passed "
+                f"{logits.shape[-1]} {where}",
                 where=f"{self.model}.forward",
                 fix=_GATHER,
             )
@@ -234,10 +239,10 @@ class SplitLogits(torch.Tensor):
     def _refuse(self, who: str) -> None:
         head = self.head
         raise SplitLogitsError(
-            f"{who} needs the logits of {head.model} (shape {tuple(self.shape)}); they stay split over the "
-            f"vocabulary while it trains: this rank has {head.width} of {head.vocabulary} columns",
+            f"{who} needs the logits of {head.model} (shape {tuple(self.shape)}); in training they "
+            f"stay split over the vocabulary: this rank has {head.width} of {head.vocabulary} columns",
             where="outputs.logits",
-            fix="call the model without labels, or in eval mode; or take "
+            fix="call the model without labels, or in eval mode; or call "
             "launcher.tensor.head.gather_logits(outputs.logits), on every rank",
         )
 

@@ -90,8 +90,8 @@ def vocab_parallel_cross_entropy(
     """
     if logits.shape[:-1] != labels.shape:
         raise LauncherError(
-            f"logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}",
-            fix="give one label for each row of logits",
+            f"logits of shape {tuple(logits.shape)} do not match labels of shape {tuple(labels.shape)}",
+            fix="pass one label for each row of logits",
         )
     settings = LossOptions(start, vocabulary, ignore_index)
     labels = labels.to(logits.device)
@@ -130,7 +130,7 @@ def causal_lm_loss(
     """
     if shift_labels is None:
         if labels is None:
-            raise LauncherError("the loss has no labels", fix="give the model labels or shift_labels")
+            raise LauncherError("the loss has no labels", fix="pass labels or shift_labels to the model")
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
     loss = vocab_parallel_cross_entropy(
         logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]),
@@ -250,6 +250,6 @@ def _check(labels: Tensor, settings: LossOptions) -> None:
     if wrong.any():
         label = int(labels[wrong][0])
         raise LauncherError(
-            f"label {label} is not one of the {settings.vocabulary} vocabulary ids",
-            fix=f"make it one of 0 .. {settings.vocabulary - 1}, or {settings.ignore_index} to ignore it",
+            f"label {label} is out of range for {settings.vocabulary} vocabulary ids",
+            fix=f"use 0 to {settings.vocabulary - 1}, or {settings.ignore_index} to ignore a token",
         )

@@ -16,7 +16,7 @@ class IndivisibleError(ValueError):
     """
 
     def __init__(self, count: int) -> None:
-        super().__init__(f"{count} cannot be divided")
+        super().__init__(f"{count} is not divisible")
         self.count = count
 
 

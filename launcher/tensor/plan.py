@@ -52,7 +52,7 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, S
     if not _named({pattern: rule for pattern, rule in plan.items() if "head" not in pattern}, model):
         why = f": {WITHOUT_PLAN[kind]}" if kind in WITHOUT_PLAN else ""
         raise ConfigError(
-            f"there is no plan to split a model of type {kind} over tensor-parallel ranks{why}",
+            f"no tensor-parallel plan for models of type {kind}{why}",
             where=WHERE,
             fix=_how_to_write_one(model),
         )
@@ -89,9 +89,10 @@ def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str
         packed = (1,) if dim is None else sizes_along(rule, parameter.shape)
         if dim is not None and dim_along(rule, parameter.shape) != dim:
             raise ConfigError(
-                f'"{rule.kind}" splits dim {dim} of {name}, and the rule says dim {dim_along(rule, parameter.shape)}',
+                f'"{rule.kind}" splits dim {dim} of {name}, but the rule specifies dim '
+                f"{dim_along(rule, parameter.shape)}",
                 where=rule.where,
-                fix="leave partition_dim out, or write the other partition_type",
+                fix="remove partition_dim, or use the other partition_type",
             )
         owner = name.rpartition(".")[0]
         if module is None and rule.kind == "skip" and rule.where:
@@ -125,9 +126,9 @@ def _of_model(model: nn.Module) -> dict[str, str]:
     unknown = sorted({style for style in rows.values() if style not in STYLES})
     if unknown:
         raise ConfigError(
-            f"the plan of {type(model).__name__} has styles that are not known: {', '.join(unknown)}",
+            f"the plan of {type(model).__name__} uses unknown styles: {', '.join(unknown)}",
             where=WHERE,
-            fix=f"write one of {', '.join(STYLES)}",
+            fix=f"use one of {', '.join(STYLES)}",
         )
     return rows
 
@@ -153,7 +154,7 @@ def _how_to_write_one(model: nn.Module) -> str:
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names = sorted({re.sub(r"\d+", "*", name) for name in linears})
     return (
-        'write tensor_parallel.partition_config.layer_specs: {"patterns": [REGEX], "partition_type": "column"} for '
-        'projections that make heads or features, "row" for those that read them. Its linear layers are: '
-        f"{first_names(names, 12)}"
+        'add tensor_parallel.partition_config.layer_specs: {"patterns": [REGEX], "partition_type": '
+        '"column"} for projections that produce heads or features, "row" for those that consume them. '
+        f"Its linear layers are: {first_names(names, 12)}"
     )

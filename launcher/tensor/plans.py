@@ -292,28 +292,28 @@ PLANS: dict[str, tuple[ConfigCase, ...]] = {
 }
 
 # Model types without a plan, and why.
-_RECURRENT = "its layers are recurrences along the sequence, which are not split"
+_RECURRENT = "its layers are recurrent along the sequence, which tensor parallelism does not support"
 WITHOUT_PLAN = {name: _RECURRENT for name in ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")}
 
 # Model types whose blocks, outside of their submodules, need whole sequences, and why.
 _STREAMS = "their blocks mix several residual streams (hyper-connections)"
-_PER_LAYER = "their blocks add an embedding of each token that belongs to the layer"
-_EMBEDDINGS = "their blocks join the embeddings to what the block before gives"
+_PER_LAYER = "their blocks add a per-layer embedding of each token"
+_EMBEDDINGS = "their blocks concatenate the embeddings with the output of the previous block"
 WITHOUT_SEQUENCE: dict[str, str] = {
     "deepseek_v4": _STREAMS,
     "hy_v4": _STREAMS,
     "qwen4_exp_text": _STREAMS,
     "gemma3n_text": _PER_LAYER,
     "gemma4_text": _PER_LAYER,
-    "hrm_text": "its blocks run several times, each time with another state added",
-    "inkling2_text": "its blocks look back at the outputs of earlier ones",
+    "hrm_text": "its blocks run several times, each time with a different state added",
+    "inkling2_text": "its blocks use the outputs of several earlier blocks",
     "zamba": _EMBEDDINGS,
     "zamba2": _EMBEDDINGS,
-    "zaya": "the residuals of its blocks are added in modules with weights of their own",
-    "xlm": "it has no blocks: attention, feed forward and norms lie in three lists",
+    "zaya": "the residuals of its blocks are added in modules with weights",
+    "xlm": "it has no blocks: its attention, feed-forward and norm layers are in three separate lists",
     "xlnet": "its activations are [sequence, batch, hidden]",
-    "reformer": "its blocks are reversible: they work on two streams",
-    "blt": "some of its blocks work on bytes, others on patches of them",
-    "git": "its blocks see the patches of an image together with the tokens",
-    "gpt_neox_japanese": "its attention hands out a bias, which is added outside of it",
+    "reformer": "its blocks are reversible and operate on two streams",
+    "blt": "some of its blocks operate on bytes, others on patches of bytes",
+    "git": "its blocks process image patches together with the tokens",
+    "gpt_neox_japanese": "its attention returns a bias that is added outside the attention",
 }

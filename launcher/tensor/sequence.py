@@ -107,7 +107,7 @@ class SequenceParallel:
             self._sees_a_slice(reducing[0])
         elif self.streams.on and any(isinstance(m, nn.Dropout) and m.p > 0 for m in region.modules()):
             raise ConfigError(
-                f"{name} has dropout after a sum over the ranks, which cannot be kept alike on slices of the sequence",
+                f"{name} applies dropout after an all-reduce, which sequence parallelism does not support",
                 where=WHERE,
                 fix="set it to false, or set the model's dropout to 0",
             )
@@ -154,9 +154,9 @@ class SequenceParallel:
                 self._begin(_states_of(args, kwargs)[1])
             elif not self._begun:
                 raise ConfigError(
-                    f"{name} runs before {self.blocks[0][0]}, where sequences are sliced",
+                    f"{name} runs before {self.blocks[0][0]}, where the sequences are split",
                     where=WHERE,
-                    fix="set it to false, or where the model skips layers at random set its layerdrop to 0",
+                    fix="set it to false, or set the model's layerdrop to 0 if it skips layers randomly",
                 )
             if not self.state.active:
                 return args, kwargs
@@ -193,7 +193,8 @@ class SequenceParallel:
         if not torch.is_grad_enabled():  # token-by-token generation: no activations are saved
             return False
         raise ConfigError(
-            f"a sequence of {length} tokens cannot be sliced over {self.axis.degree} tensor-parallel ranks",
+            f"a sequence of {length} tokens cannot be split evenly over {self.axis.degree} "
+            "tensor-parallel ranks",
             where=WHERE,
             fix=f"pad batches to a multiple of {self.axis.degree} tokens (pad_to_multiple_of of the data collator)",
         )
@@ -260,7 +261,7 @@ def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | Non
         if isinstance(kwargs.get(key), Tensor):
             return key, kwargs[key]
     raise ConfigError(
-        f"no argument of a block or of one of its parts is known to be its activations: {list(kwargs)}",
+        f"cannot identify the activations among the arguments of a block or a part of it: {list(kwargs)}",
         where=WHERE,
         fix="set it to false for this model",
     )

@@ -97,9 +97,9 @@ def check_rules(
     for rule in rules:
         if not any(rule.pattern.match(name) for name in names):
             raise ConfigError(
-                f'"{rule.pattern.pattern}" matches no parameter; they are {first_names(names)}',
+                f'"{rule.pattern.pattern}" matches no parameter; the parameters are {first_names(names)}',
                 where=rule.where,
-                fix="correct the pattern, or delete it; it must match from the start of the name",
+                fix="correct or remove the pattern; it must match from the start of the name",
             )
     if not config.strict_mode:
         return
@@ -110,7 +110,8 @@ def check_rules(
         raise ConfigError(
             f"strict_mode: {len(left)} weights of linear layers have no rule: {first_names(left)}",
             where="tensor_parallel.partition_config.strict_mode",
-            fix='write rules for them ("partition_type": "skip" keeps them whole), or "strict_mode": false',
+            fix='add rules for them ("partition_type": "skip" leaves them unsplit), or set '
+            '"strict_mode": false',
         )
 
 
@@ -145,7 +146,9 @@ def _packed(rule: UserRule, param: tuple[int, ...]) -> tuple[int, tuple[int, ...
     if len(param) == 1 and len(view) > 1:  # a bias
         view = view[:-1]
         if dim >= len(view):
-            raise _misfit(rule, param, "the inputs of its layer are split, which a bias does not have")
+            raise _misfit(
+                rule, param, "the rule splits the input features of the layer, which a bias does not have"
+            )
     sizes, parts = _resolved(rule, param, view, dim)
     at, first = 0, 0
     for i, size in enumerate(param):  # find the dims of the view whose product is this dim of the parameter
@@ -153,7 +156,7 @@ def _packed(rule: UserRule, param: tuple[int, ...]) -> tuple[int, tuple[int, ...
         while last < most and (math.prod(sizes[first:last]) != size or sizes[last] == 1):
             last += 1
         if math.prod(sizes[first:last]) != size:
-            raise _misfit(rule, param, f"the view {_text(sizes)} does not follow its dims")
+            raise _misfit(rule, param, f"the view {_text(sizes)} is not compatible with its dims")
         if first <= dim < last:
             at = i
             before, after = math.prod(sizes[first:dim]), math.prod(sizes[dim + 1 : last])
@@ -179,14 +182,14 @@ def _resolved(
     elif unknown and len(sizes) == len(param):
         sizes = [param[i] if i in unknown else size for i, size in enumerate(sizes)]
     elif unknown:
-        raise _misfit(rule, param, "only one size can be found from it")
+        raise _misfit(rule, param, "only one -1 can be inferred")
     if math.prod(sizes) != math.prod(param):
-        raise _misfit(rule, param, f"the view {_text(sizes)} has another number of elements")
+        raise _misfit(rule, param, f"the view {_text(sizes)} has a different number of elements")
     if isinstance(split, tuple):
         return tuple(sizes), split
     count = max(1, split)
     if sizes[dim] % count:
-        raise _misfit(rule, param, f"{sizes[dim]} is not {count} equal parts")
+        raise _misfit(rule, param, f"{sizes[dim]} cannot be divided into {count} equal parts")
     return tuple(sizes), (sizes[dim] // count,) * count
 
 
@@ -194,9 +197,9 @@ def _misfit(rule: UserRule, param: Sequence[int], why: str) -> ConfigError:
     view = f"shape {_text(rule.shape)} and " if rule.shape else ""
     dim = f"partition_dim {rule.dim}" if rule.dim is not None else f'partition_type "{rule.kind}"'
     return ConfigError(
-        f"{view}{dim} do not fit a parameter {_text(param)} that matches: {why}",
+        f"{view}{dim} do not match the shape {_text(param)} of a matching parameter: {why}",
         where=rule.where,
-        fix="write the shape that this parameter has, or narrow the pattern",
+        fix="correct the shape, or narrow the pattern",
     )
 
 

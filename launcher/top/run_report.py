@@ -29,8 +29,8 @@ CURVES = {
     "tokens_per_s": "tokens/s",
     "lr": "learning rate",
     "mfu": "model FLOPs utilisation",
-    "expert_load": "fullest expert, in even shares",
-    "expert_entropy": "entropy of experts (1: even)",
+    "expert_load": "max expert load (relative to uniform)",
+    "expert_entropy": "expert load entropy (1 = uniform)",
 }
 WIDTH, HEIGHT = 540, 200
 MOST_POINTS = 1000
@@ -100,9 +100,9 @@ def _summary(view: RunView) -> str:
     hosts = {rank.host for rank in view.ranks}
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(view.started_at))
     parts = [
-        f"began {began}, {duration(max(0.0, view.written_at - view.started_at))} long",
+        f"started {began}, ran for {duration(max(0.0, view.written_at - view.started_at))}",
         f"{len(view.ranks)} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}",
-        f"{max(steps)} steps" if steps else "no step",
+        f"{max(steps)} steps" if steps else "no completed step",
     ]
     if view.restarts:
         parts.append(f"{view.restarts} restart{'s' * (view.restarts > 1)}")
@@ -185,7 +185,7 @@ def _ranks(view: RunView) -> str:
     numbers = {"rank", "steps", "s/step", "wait", "peak memory"}
     rows = ["<tr>" + "".join(f'<th class="{"n" * (n in numbers)}">{n}</th>' for n in names) + "</tr>"]
     for rank in view.ranks:
-        slow = "" if rank.slow is None else f"{rank.slow['phase']} {rank.slow['ratio']:.2f}x the others"
+        slow = "" if rank.slow is None else f"{rank.slow['phase']} {rank.slow['ratio']:.2f}x the other ranks"
         cells = (
             rank.rank, _text(rank.host), *((_text(rank.place),) if places else ()),
             "" if rank.step is None else rank.step,
@@ -209,7 +209,9 @@ def _memory(path: Path) -> str:
     except (LauncherError, ValueError, LookupError, TypeError, AttributeError):
         return ""  # not the run of a recipe, or no summary was written
     names = "".join(f'<th class="n">{name}</th>' for name in PARTS.values())
-    where = " (resident, with gaps that malloc keeps)" if str(summary.get("device")).startswith("cpu") else ""
+    where = (
+        " (resident, including malloc fragmentation)" if str(summary.get("device")).startswith("cpu") else ""
+    )
     return (
         f'<h2>Memory, measured{where} / estimated</h2><div class="wide"><table>'
         f'<tr><th class="n">rank</th>{names}</tr>{rows}</table></div>'

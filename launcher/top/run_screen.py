@@ -109,7 +109,7 @@ def _progress(view: RunView, width: int) -> Text:
     if is_number(last.get("mfu")):
         parts.append(f"MFU {last['mfu']:.1%}")
     if is_number(last.get("expert_load")):
-        parts.append(f"fullest expert {last['expert_load']:.2g}x its share")
+        parts.append(f"max expert load {last['expert_load']:.2g}x uniform")
     if view.saved is not None:
         parts.append(f"checkpoint of step {view.saved[0]}, {_ago(view.saved[1])}")
     text = Text("  ".join(parts), no_wrap=True)
@@ -123,7 +123,7 @@ def _stages(timeline: Timeline, width: int) -> list[RenderableType]:
     shown = timeline.spans[:MOST_STAGES]
     left = len(f"stage {len(shown) - 1} ")
     columns = max(10, width - left)
-    more = f", and {timeline.stages - len(shown)} stages more" if timeline.stages > len(shown) else ""
+    more = f", and {timeline.stages - len(shown)} more stages" if timeline.stages > len(shown) else ""
     head = Text(
         f"{printable(timeline.name)}, {timeline.microbatches} microbatches: {timeline.bubble:.0%} idle{more}",
         style="dim",

@@ -119,13 +119,13 @@ def read_estimate(path: Path) -> EstimatedPeaks:
     Raises:
         ConfigError: the file is not an estimate.
     """
-    fix = "write one: launch memory-estimate --json ... > FILE"
+    fix = "create one: launch memory-estimate --json ... > FILE"
     text = read_small(path, "the estimate", where="--estimate", fix=fix)
     try:
         told = json.loads(text, parse_constant=_refuse)["per_rank"]
         found = sorted((int(_number(each["rank"])), int(_number(each["peak_bytes"]))) for each in told)
         if any(rank < 0 or peak <= 0 for rank, peak in found):
-            raise ValueError("a rank is below 0, or needs no memory")
+            raise ValueError("a rank is negative, or has no peak memory")
         return found
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
@@ -155,9 +155,10 @@ def find_status(given: str | None) -> Path:
         ]
         if not found:
             raise ConfigError(
-                f"there is no {STATUS} in {Path(given) / 'logs'}",
+                f"no {STATUS} in {Path(given) / 'logs'}",
                 where="launch top",
-                fix="name the directory of a run that `launch` has started on this machine, or one that they share",
+                fix="pass the directory of a run that `launch` started on this machine or on a shared "
+                "file system",
             )
         return found[0]
     here = [
@@ -167,9 +168,9 @@ def find_status(given: str | None) -> Path:
     ]
     if not here:
         raise ConfigError(
-            "no run was found here",
+            "no run found in the current directory",
             where="launch top",
-            fix="name the directory of a run: launch top runs/NAME",
+            fix="pass the directory of a run: launch top runs/NAME",
         )
     return max(here, key=lambda path: path.stat().st_mtime)
 
@@ -204,14 +205,14 @@ def read_run(status: Path, before: RunView | None = None, counters: dict[int, An
         RecursionError,
     ) as error:
         raise ConfigError(
-            f"{status} is not the status of a run: {error}",
+            f"{status} is not the status file of a run: {error}",
             where=str(status),
-            fix="name the directory of a run",
+            fix="pass the directory of a run",
         ) from error
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is not a number that a run writes")
+    raise ValueError(f"{constant} is not a valid number")
 
 
 def _number(value: Any) -> float:
@@ -221,14 +222,14 @@ def _number(value: Any) -> float:
         ValueError: it is not a number, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
-        raise ValueError(f"{str(value)[:40]!r} is not a number that a run writes")
+        raise ValueError(f"{str(value)[:40]!r} is not a valid number")
     return float(value)
 
 
 def _moment(value: Any) -> float:
     """Return a valid time in seconds since the epoch."""
     if not 0 <= (moment := _number(value)) < LATEST:
-        raise ValueError(f"{moment} is no time")
+        raise ValueError(f"{moment} is not a valid time")
     return moment
 
 

@@ -74,9 +74,9 @@ def _check(size: int, degree: int, where: str) -> None:
     if degree % size:
         valid = ", ".join(str(n) for n in range(1, degree + 1) if degree % n == 0)
         raise ConfigError(
-            f"groups of {size} ranks do not divide the {degree} data-parallel ranks",
+            f"the group size {size} does not divide the data-parallel degree {degree}",
             where=where,
-            fix=f"write one of {valid}",
+            fix=f"use one of {valid}",
         )
 
 
@@ -88,8 +88,8 @@ def _with_levels(mesh: Mesh, shard: Axis) -> Axis:
         return shard
     if shard.degree % node:
         raise ConfigError(
-            f"a shard group of {shard.degree} ranks is not made of whole nodes of {node}",
+            f"shard group size {shard.degree} is not a multiple of the {node} ranks per node",
             where=f"{KEY}.mics_hierarchical_params_gather",
-            fix=f"write false, or a mics_shard_size that is a multiple of {node}",
+            fix=f"set it to false, or use a mics_shard_size that is a multiple of {node}",
         )
     return mesh.with_levels(shard, node)

@@ -242,10 +242,11 @@ class Hooks:
             return
         if self.reducer.measured:
             raise LauncherError(
-                "a backward came after clip_grad_norm_() in the same step: its gradients would not be in the norm",
+                "backward was called after clip_grad_norm_() in the same step: its gradients would not "
+                "be part of the norm",
                 where="backward()",
-                fix="call clip_grad_norm_() after the last backward of a step, then step(); or zero_grad() before "
-                "another backward",
+                fix="call clip_grad_norm_() after the last backward of a step, then step(); or call "
+                "zero_grad() before another backward",
             )
         self.state = TrainingState.BACKWARD
         self.losses_were_scaled.add(self._scales)
@@ -265,10 +266,11 @@ class Hooks:
         if any(gradient.closed for gradient in self.reducer.gradients):
             self.abandon()
             raise LauncherError(
-                "a backward came after the gradients of this step were reduced over the ranks, and its forward did not "
-                "go through the engine or its module as a whole",
+                "backward was called after the gradients of this step were reduced over the ranks, and "
+                "its forward did not go through the engine or engine.module",
                 where="backward()",
-                fix="call the engine (or engine.module), not a module inside; or add the losses and call backward once",
+                fix="call the engine (or engine.module), not a submodule; or add the losses and call "
+                "backward once",
             )
         self.begin_backward()
 

@@ -235,10 +235,11 @@ def _slot(
     split = parts.splits.get(name) or Split.whole(parameter.shape)
     if parameter.shape != split.local_shape or split.padded_numel < split.numel:
         raise LauncherError(
-            f"{name} is {tuple(parameter.shape)}, and its split says {tuple(split.local_shape)} "
-            f"with room for {split.padded_numel} elements",
+            f"{name} has shape {tuple(parameter.shape)}, but its split expects "
+            f"{tuple(split.local_shape)} with {split.padded_numel} padded elements",
             where="zero.apply(splits=...)",
-            fix="split the parameters of the model before ZeRO takes them, and name them as named_parameters() does",
+            fix="split the parameters of the model before ZeRO shards them, and use the names of "
+            "named_parameters()",
         )
     axis = parts.ep if name in parts.experts else parts.tp
     return ParamSlot(name, split, axis, parameter, owners, holders=parts.holders.get(name, NO_OTHERS))

@@ -250,8 +250,8 @@ class ZeroModel:
         """
         if (where := self.elsewhere.get(parameter)) is not None:
             raise ElsewhereError(
-                f"{where}, and this rank is stage {self.pp.rank}",
-                fix="on each rank, pass parameters of its own stage: engine.module.named_parameters()",
+                f"{where}, but this rank is stage {self.pp.rank}",
+                fix="on each rank, pass only parameters of its stage: engine.module.named_parameters()",
             )
         return self.find_slot(parameter)
 

@@ -77,10 +77,10 @@ def norm_and_use(zero: ZeroModel, more: Tensor | None = None) -> tuple[Tensor, l
 def _uneven_discard(count: int, ranks: int) -> LauncherError:
     """Return the error that all ranks raise before any of them steps, or the replicas would diverge."""
     return LauncherError(
-        f"{count} of {ranks} ranks discarded gradients after they had been reduced over all ranks, so the ranks "
-        "would step to different weights",
+        f"{count} of {ranks} ranks discarded gradients after they were reduced over all ranks, so the "
+        "weights of the ranks would diverge",
         where="engine.step()",
-        fix="call zero_grad(), or set p.grad = None, on every rank or on none",
+        fix="call zero_grad(), or set p.grad = None, on all ranks or on none",
     )
 
 

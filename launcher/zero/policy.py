@@ -90,7 +90,7 @@ class ZeroPolicy:
         """
         if stage not in STAGES:
             raise ConfigError(
-                f"there is no ZeRO stage {stage}", where="zero_optimization.stage", fix="write 0, 1, 2 or 3"
+                f"unknown ZeRO stage {stage}", where="zero_optimization.stage", fix="use 0, 1, 2 or 3"
             )
         params, grads, optim = STAGES[stage]
         return cls(shard_params=params, shard_grads=grads, shard_optim=optim, **sizes)  # type: ignore[arg-type]

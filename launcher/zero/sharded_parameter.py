@@ -171,7 +171,7 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
 
     def _too_early(self, what: str) -> ShardedParameterError:
         return ShardedParameterError(
-            f"{what} on '{self.zero_holder.name}', which no engine trains yet",
+            f"{what} on '{self.zero_holder.name}', which does not belong to an engine yet",
             where=f"parameter {self.zero_holder.name}",
             fix="call register_hook() after initialize()",
         )
@@ -181,8 +181,8 @@ class ShardedParameter(GradientElsewhere, torch.Tensor):
         holder = self.zero_holder
         if (whole := holder.whole) is None:
             raise ShardedParameterError(
-                f"{who} needs the data of parameter '{holder.name}' (shape {tuple(self.shape)}), "
-                "which ZeRO-3 keeps sharded until it is gathered",
+                f"{who} needs the data of parameter '{holder.name}' (shape {tuple(self.shape)}), which "
+                "is sharded by ZeRO-3 and not gathered",
                 where=f"parameter {holder.name}",
                 fix="read or change it inside `with launcher.zero.GatheredParameters([parameter]):`, on every rank",
             )

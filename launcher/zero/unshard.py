@@ -156,8 +156,9 @@ class Unsharder:
     def _say_departure(self, unit: Unit) -> None:
         expected = self._order[self._next].name if self._next < len(self._order) else "the end"
         logger.warning(
-            "the order of use changed: unit %s was used where %s was used before, as number %d of an "
-            "iteration; nothing is prefetched until the next one (zero_optimization.log_trace_cache_warnings)",
+            "the module order changed: unit %s was used where %s was used before, at position %d of "
+            "the iteration; nothing is prefetched until the next iteration "
+            "(zero_optimization.log_trace_cache_warnings)",
             unit.name,
             expected,
             self._next + 1,

@@ -40,7 +40,7 @@ FILES: dict[str, tuple[str, str]] = {
     "items": (json.dumps({"a": [0] * 200_000}), "more than 2,000 keys"),
     "strangers": (json.dumps({f"train_batch_sizx{i}": i for i in range(1999)}), "unknown key"),
     "longest": ("{\"fp16\": {\"" + "k" * 1_000_000 + "\": 1}}", "unknown key"),
-    "surrogate": ("{\"train_batch_size\\ud800\": 1}", "half of a character"),
+    "surrogate": ("{\"train_batch_size\\ud800\": 1}", "half of a surrogate pair"),
     "escape": ("{\"a\x1b[2Jb\\u0007\": 1, \"optimizer\": {\"type\": \"\\u001b[1m\"}}", "a\\x1b[2Jb\\x07"),
     "newline": ("{\"fp16\": {\"a\\nb\": 1}}", "a\\nb: unknown key"),
     "huge": ("{\"train_batch_size\": 1e300}", "must be at most"),
@@ -76,14 +76,14 @@ FLAGS = [
     ([*JOINING, "--node_rank", "0", "--token_file", "fifo"], "is a pipe or a device"),
     ([*JOINING, "--node_rank", "0", "--token_file", "/dev/zero"], "is a pipe or a device"),
     ([*JOINING, "--node_rank", "1", "--master_addr", "x" * 5000], "the name of a host"),
-    (["--config", "alias.yaml"], "this is not YAML"),
-    (["--config", "lists.yaml"], "num_machines is a list"),
-    (["--config", "digits.yaml"], "a number of 4000 digits"),
-    (["--module", ""], "'' is not the name of a module"),
-    (["--no_python", ""], "'' is not the name of a program"),
-    (["--no_python", "x" * 5000], "is not the name of a program"),
-    (["x" * 5000 + ".py"], "there is no file"),
-    (["x" * 300 + ".py"], "there is no file"),
+    (["--config", "alias.yaml"], "this is not valid YAML"),
+    (["--config", "lists.yaml"], "num_machines must be a single value, not a list"),
+    (["--config", "digits.yaml"], "a number with 4000 digits"),
+    (["--module", ""], "'' is not a valid module name"),
+    (["--no_python", ""], "'' is not a valid program name"),
+    (["--no_python", "x" * 5000], "is not a valid program name"),
+    (["x" * 5000 + ".py"], "file not found: x"),
+    (["x" * 300 + ".py"], "file not found: x"),
 ]
 
 
@@ -184,8 +184,8 @@ def test_ranks_that_the_cores_cannot_carry_are_asked_for(
         (["--image", "i", "--namespace", "a\nb"], "the name of an object"),
         (["--image", "i", "--token_secret", ""], "the name of an object"),
         (["--image", "i", "--volume", "a\nb:/data"], "needs CLAIM:/PATH"),
-        (["--image", "i", "--module", ""], "'' is not the name of a module"),
-        (["--image", "i", "x" * 5000 + ".py"], "is not the name of a script"),
+        (["--image", "i", "--module", ""], "'' is not a valid module name"),
+        (["--image", "i", "x" * 5000 + ".py"], "is not a valid script name"),
     ],
 )
 def test_a_manifest_has_bounds_too(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +200,7 @@ def test_a_manifest_has_bounds_too(flags: list[str], says: str, capsys: pytest.C
 
 def test_a_file_of_variables_is_read_as_carefully(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(".deepspeed_env").write_bytes(b'A="x\0y"\n')
-    with pytest.raises(ConfigError, match=r"A has a NUL character(?s:.)*\.deepspeed_env:1"):
+    with pytest.raises(ConfigError, match=r"A contains a NUL character(?s:.)*\.deepspeed_env:1"):
         asked_for([], {})
     for name in ("fifo", "/dev/zero"):
         with pytest.raises(ConfigError, match="is a pipe or a device"):
@@ -269,7 +269,7 @@ def test_a_directory_that_sbatch_cannot_read_is_refused(tmp_path: Path) -> None:
     request = Namespace(
         arguments=["--output-dir", str(tmp_path / "a\n#SBATCH --x")], name="pretrain", is_ours=True
     )
-    with pytest.raises(ConfigError, match="SBATCH lines cannot have"):
+    with pytest.raises(ConfigError, match="not allowed in #SBATCH lines"):
         submit(flags_of(), request, [])  # type: ignore[arg-type]
 
 
@@ -283,7 +283,7 @@ def test_a_file_without_rows_says_so(tmp_path: Path, tokenizer: Any, subtests: p
         with subtests.test(repr(text)):
             (tmp_path / "rows.jsonl").write_text(text)
             for load in (load_text, lambda path: load_sft(path, tokenizer, 32)):
-                with pytest.raises(ConfigError, match="no rows in it"):
+                with pytest.raises(ConfigError, match="it has no rows"):
                     load(str(tmp_path / "rows.jsonl"))
 
 
@@ -296,9 +296,9 @@ def test_text_that_is_not_utf8_is_told_and_counted(
         load_text(str(tmp_path / "prose.txt"))
         load_text(str(tmp_path / "prose.txt"), split="eval")
     (told,) = [record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage()]
-    assert "prose.txt is not UTF-8 in 6 places" in told
+    assert "prose.txt is not valid UTF-8 in 6 places" in told
 
     row = b'{"prompt": "a", "completion": "b"}\n'
     (tmp_path / "rows.jsonl").write_bytes(row * 20 + b'{"prompt": "\xff", "completion": "b"}\n' + row * 20)
-    with pytest.raises(ConfigError, match=r"1 rows of .* not UTF-8, the first is row 20"):
+    with pytest.raises(ConfigError, match=r"1 rows of .* not valid UTF-8 \(first: row 20\)"):
         load_sft(str(tmp_path / "rows.jsonl"), tokenizer, 32)

@@ -170,7 +170,8 @@ def test_what_stands_in_for_a_file_is_told(
         ("50 MB", b"x" * 50_000_000, None, ["/latest does not name a checkpoint", "47 MiB"]),
         ("a long name", b"x" * 4000, None, ["/latest does not name a checkpoint", "xxx..."]),
         ("forged", b"", json.dumps(FORGED), [
-            "global_step11/meta.json is not a record of a run", "global_steps is of type str", "optimizer is missing",
+            "global_step11/meta.json is not valid checkpoint metadata", "global_steps is of type str",
+            "optimizer is missing",
         ]),
     ]  # fmt: skip
     for number, (name, latest, meta, told) in enumerate(cases):
@@ -189,6 +190,6 @@ def test_a_renamed_checkpoint_is_refused_by_both_names(pool: WorkerPool, saved: 
     for tag in ("global_step11", None):
         said, _ = pool.run(told_by, 1, work, b"", tag, None)[0]
         assert f"{work}/global_step11/meta.json belongs to the checkpoint 'global_step1'" in said
-        assert "is named 'global_step11'" in said and "name it global_step1" in said
+        assert "is named 'global_step11'" in said and "rename it to global_step1" in said
     (work / "global_step11").rename(work / "global_step1")
     assert pool.run(told_by, 1, work, b"", "global_step1", None)[0] == ("loaded", True)

@@ -197,14 +197,14 @@ def test_no_token_no_door(
         with pytest.raises(ConfigError, match="token"):
             token_of(environment, None, insecure=False, makes=False)
     file.chmod(0o644)
-    with pytest.raises(ConfigError, match="everybody on this machine can read"):
+    with pytest.raises(ConfigError, match="every user of this machine can read"):
         token_of({}, str(file), insecure=False, makes=True)
     log = tmp_path / "log"
     log.touch(0o644)
     log.chmod(0o644)
     with log.open("w") as open_to_all, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", open_to_all)
-        with pytest.raises(ConfigError, match="others can read"):
+        with pytest.raises(ConfigError, match="other users can read"):
             token_of({}, None, insecure=False, makes=True)
     made = {token_of({}, None, insecure=False, makes=True) for _ in range(2)}
     said = capfd.readouterr().err
@@ -230,7 +230,7 @@ def test_the_token_that_node_0_prints_lets_others_in_and_their_secrets_stay_thei
     monkeypatch.setenv("HF_TOKEN", "hf_of_node_0")
     first, second = nodes(tmp_path, free_port(), "--export", "HF_TOKEN", "--export", "WORD=said")
     refused = launch(*second, cwd=tmp_path)
-    assert refused.returncode == 2 and "none is given" in refused.stderr
+    assert refused.returncode == 2 and "no token was given" in refused.stderr
     with launching(*first, cwd=tmp_path) as node0:
         assert node0.stderr is not None
         line = node0.stderr.readline()

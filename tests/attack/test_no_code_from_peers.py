@@ -131,7 +131,7 @@ def test_what_stages_tell_each_other_comes_back() -> None:
     for value in (learned, nest, Pair(shape, 1e-3), [float("inf")]):
         found = unpacked(packed(value))
         assert found == value and type(found) is type(value)
-    with pytest.raises(LauncherError, match="PosixPath cannot go from one pipeline stage to another"):
+    with pytest.raises(LauncherError, match="PosixPath cannot be sent between pipeline stages"):
         packed({"ids": Path("x")})
 
 

@@ -82,7 +82,7 @@ def resume_allowed(ctx: RankContext, directory: Path, settings: dict[str, Any]) 
 
 def test_other_shapes_are_refused_before_anything_is_changed(pool: WorkerPool, saved: Path) -> None:
     for said, untouched in pool.run(resume_allowed, 2, saved, {"intermediate_size": 48}):
-        assert "of another shape" in said and untouched
+        assert "with a different shape" in said and untouched
 
 
 def lose(directory: Path, name: str) -> None:

@@ -50,7 +50,7 @@ def holder(directory: Path) -> subprocess.Popen[str]:
 
 def test_a_living_owner_is_respected_and_a_dead_one_followed(tmp_path: Path) -> None:
     process = holder(tmp_path)
-    with pytest.raises(ConfigError, match=rf"another run writes to .*: process {process.pid} on"):
+    with pytest.raises(ConfigError, match=rf"another run is writing to .*: process {process.pid} on"):
         take(tmp_path, "", print)
     process.kill()
     process.wait()
@@ -80,7 +80,7 @@ def test_who_counts_as_gone(tmp_path: Path, subtests: pytest.Subtests) -> None:
         ("its id belongs to another process now", {"pid": parent, "started": 1}, 0, f"process {parent} has ended"),
         ("the machine was restarted", {"pid": parent, "boot": "before"}, 0, "was restarted"),
         ("another machine, which shows that it lives", {"host": "elsewhere"}, 60, None),
-        ("another machine, silent", {"host": "elsewhere"}, 600, "elsewhere was silent for 6"),
+        ("another machine, silent", {"host": "elsewhere"}, 600, "elsewhere has not responded for 6"),
         ("a container on this machine", {"space": "pid:[1]"}, 60, None),
     ]  # fmt: skip
     for name, changes, age, gone in cases:
@@ -88,7 +88,7 @@ def test_who_counts_as_gone(tmp_path: Path, subtests: pytest.Subtests) -> None:
             path = put(tmp_path, **changes)
             os.utime(path, (time.time() - age,) * 2)
             if gone is None:
-                with pytest.raises(ConfigError, match="gone after 120 s of silence"):
+                with pytest.raises(ConfigError, match="dead after 120 s without a heartbeat"):
                     check_free(tmp_path)
             else:
                 assert gone in (check_free(tmp_path) or "")
@@ -140,7 +140,7 @@ def test_a_second_launch_is_refused_before_it_writes_a_log(tmp_path: Path) -> No
     )
     process.kill()
     process.wait()
-    assert done.returncode == 2 and f"another run writes to {out}: process {process.pid}" in done.stderr
+    assert done.returncode == 2 and f"another run is writing to {out}: process {process.pid}" in done.stderr
     assert "Traceback" not in done.stderr and not (out / "logs").exists()
 
 
@@ -170,7 +170,7 @@ def test_one_of_two_that_start_at_the_same_moment_touches_nothing(tmp_path: Path
     )
     process.kill()
     process.wait()
-    assert done.returncode == 2 and f"another run writes to {out}: process {process.pid}" in done.stderr
+    assert done.returncode == 2 and f"another run is writing to {out}: process {process.pid}" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(log.parent.iterdir()) == [log] and log.read_text() == "theirs"
 
@@ -299,8 +299,8 @@ def test_an_earlier_run_is_not_replaced_in_silence(
         (asked(resume=str(tmp_path.parent / "other")), "earlier run: checkpoints and model"),
         (asked(overwrite=True, resume="latest"), "--overwrite would remove the checkpoint"),
         (asked(overwrite=True, resume=str(tmp_path)), "--overwrite would remove the checkpoint"),
-        (asked(overwrite=True, model=str(tmp_path / "model")), "the run reads it"),
-        (asked(overwrite=True, tokenizer=str(tmp_path / "model")), "the run reads it"),
+        (asked(overwrite=True, model=str(tmp_path / "model")), "which the run reads"),
+        (asked(overwrite=True, tokenizer=str(tmp_path / "model")), "which the run reads"),
     ]
     for flags, words in refused:
         with subtests.test(words), pytest.raises(ConfigError, match=f"(?s){words}"):

@@ -87,7 +87,7 @@ def test_fewer_ranks_keep_the_global_batch(pool: WorkerPool, tmp_path: Path) -> 
     first_half(pool, half)
     (said, got, batches), *_ = pool.run(train, 1, half, CONFIG, STEPS, *RESUME)
     assert batches == [8, 4]
-    assert "8 sequences a step, as in the checkpoint: gradient_accumulation_steps is 4 in place of 2" in said
+    assert "8 sequences per step, as in the checkpoint: gradient_accumulation_steps is 4 instead of 2" in said
     assert got == pytest.approx(want[SAVED:], rel=1e-5)
 
 
@@ -110,15 +110,17 @@ def test_a_run_of_deepspeeds_goes_on_in_a_recipe(pool: WorkerPool, tmp_path: Pat
         out.mkdir()
         (said, got, batches), *_ = pool.run(train, 1, out, CONFIG, STEPS, "--resume", str(source))
         assert batches == [8, 4] and got == pytest.approx(want[SAVED:], rel=1e-5)
-        assert "8 sequences a step, as in the checkpoint" in said
-        assert "does not say which data it was trained on: continuing at sequence 16 of epoch 0" in said
+        assert "8 sequences per step, as in the checkpoint" in said
+        assert "does not record its training data: continuing at sequence 16 of epoch 0" in said
 
 
 def test_another_batch_is_told_where_it_is_not_kept(
     pool: WorkerPool, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     first_half(pool, tmp_path)
-    told = "WARNING a step has {} sequences, and had 8 in the checkpoint (1 data-parallel rank now and 2"
+    told = (
+        "WARNING the global batch is {} sequences, but was 8 in the checkpoint (1 data-parallel rank now, 2"
+    )
     cases: list[tuple[dict[str, Any], tuple[str, ...], int]] = [
         ({}, ("--no-keep-batch",), 4),
         ({"gradient_accumulation_steps": 3}, (), 6),  # the user has changed the JSON
@@ -133,7 +135,7 @@ def test_another_batch_is_told_where_it_is_not_kept(
             said, _, (batch_size, _) = pool.run(train, 1, out, {**CONFIG, **change}, STEPS, *resume)[0]
             assert batch_size == size and told.format(size) in said
     for change, why in (({"train_micro_batch_size_per_gpu": 3}, "not a multiple of 3 x 1 ranks"),
-                        ({"train_batch_size": 4}, "train_batch_size 4 is written")):  # fmt: skip
+                        ({"train_batch_size": 4}, "the config sets train_batch_size to 4")):  # fmt: skip
         with pytest.raises(RanksFailed, match=why):
             pool.run(train, 1, tmp_path, {**CONFIG, **change}, STEPS, *RESUME, "--keep-batch")
 
@@ -171,12 +173,17 @@ def test_what_has_changed_of_the_data_is_told(subtests: pytest.Subtests) -> None
     assert Identity.of(Known(), 0).changes(was, place) == []
     assert not Identity.of(data, 0).is_other(None) and Identity.of(Known(digest="b"), 0).is_other(was)
     cases: list[tuple[Known, int, Any, list[str]]] = [
-        (Known(digest="b"), 1, was, ["not that of the checkpoint", "from its beginning"]),
+        (
+            Known(digest="b"),
+            1,
+            was,
+            ["--dataset differs from that of the checkpoint", "starting from its beginning"],
+        ),
         (Known(seq_length=8), 0, was, ["--seq-length is 8 and was 16", "sequence 40 of epoch 1"]),
-        (Known(ids=data.ids[:50]), 0, was, ["have 50 sequences and had 64"]),
+        (Known(ids=data.ids[:50]), 0, was, ["the data set has 50 sequences and had 64"]),
         (data, 7, was, ["--seed is 7 and was 0", "read twice"]),
         (Known(separator=0), 0, was, ["trained without --document-mask", "continues with it"]),
-        (data, 0, None, ["does not say which data"]),
+        (data, 0, None, ["does not record its training data"]),
     ]
     for dataset, seed, noted, told in cases:
         with subtests.test(told[0]):
@@ -202,7 +209,7 @@ def test_another_data_set_is_read_from_its_beginning(pool: WorkerPool, tmp_path:
     elsewhere.mkdir()
     resume = ("--resume", str(tmp_path / "out"))
     said, place = pool.run(on_other_data, 1, elsewhere, "b", *resume, "--learning-rate", "0.01")[0]
-    assert "WARNING --dataset is not that of" in said and place["samples"] == (STEPS - SAVED) * 4
+    assert "WARNING --dataset differs from that of" in said and place["samples"] == (STEPS - SAVED) * 4
     said, place = pool.run(on_other_data, 1, elsewhere, "a", *resume, "--seed", "7", "--overwrite")[0]
     assert "WARNING --seed is 7" in said and place["samples"] == STEPS * 4
 
@@ -230,21 +237,21 @@ def test_a_learning_rate_of_the_json_that_does_not_count_is_told(
 ) -> None:
     cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 8, "warmup_num_steps": 2}}
     step = {"type": "StepLR", "params": {"step_size": 2}}
-    cases = [(None, "using the checkpoint's value, 0.01"), (cosine, "continues with the JSON's present values"),
-             (step, "using the checkpoint's value, which its schedule keeps")]  # fmt: skip
+    cases = [(None, "using the checkpoint's value, 0.01"), (cosine, "continues with the current values of the JSON"),
+             (step, "using the value of the checkpoint's schedule")]  # fmt: skip
     for number, (scheduler, told) in enumerate(cases):
         with subtests.test(told):
             directory = tmp_path / str(number)
             pool.run(rates, 1, directory, scheduler, None)
             assert pool.run(rates, 1, directory, scheduler, 0.01)[0] == []
             (line,) = pool.run(rates, 1, directory, scheduler, 0.5)[0]
-            assert "optimizer.params.lr was 0.01 in the checkpoint and is 0.5" in line and told in line
+            assert "optimizer.params.lr was 0.01 in the checkpoint and is now 0.5" in line and told in line
     (line,) = pool.run(rates, 1, tmp_path / "0", cosine, 0.01)[0]
     assert "starts at its first step" in line
     (line,) = pool.run(rates, 1, tmp_path / "1", None, 0.01)[0]
-    assert "had a schedule, and this run has none" in line
+    assert "had a schedule, but this run has none" in line
     for saved, other, name in (("1", step, "StepLR"), ("2", cosine, "WarmupCosineLR")):
-        with pytest.raises(RanksFailed, match=f"another kind of schedule than {name}"):
+        with pytest.raises(RanksFailed, match=f"scheduler state of the checkpoint does not belong to {name}"):
             pool.run(rates, 1, tmp_path / saved, other, 0.01)
 
 
@@ -274,5 +281,5 @@ def options(ctx: RankContext, directory: Path, save: bool) -> list[str]:
 def test_options_that_the_checkpoint_changes_are_told(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(options, 1, tmp_path, True)
     changed, order = pool.run(options, 1, tmp_path, False)[0]
-    assert "options of the checkpoint: weight_decay 0.1 in place of 0.5." in changed
-    assert "the param groups are others than in the checkpoint" in order
+    assert "options of the checkpoint: weight_decay 0.1 instead of 0.5." in changed
+    assert "the param groups differ from those in the checkpoint" in order

@@ -69,7 +69,7 @@ def test_a_sampler_over_all_ranks_is_told_before_a_layer_sees_its_batches(
     world, sections = TOPOLOGIES[topology]
     for rank, found in enumerate(pool.run(sampled, world, "all", sections)):
         group = f"ranks {rank - rank % 2},{rank - rank % 2 + 1}"
-        assert group in found and "got different inputs" in found, found
+        assert group in found and "received different inputs" in found, found
         assert "number 1" in found
         assert "num_replicas=engine.mesh.dp.degree, rank=engine.mesh.dp.rank" in found
     assert pool.run(sampled, world, "dp", sections) == [""] * world
@@ -84,7 +84,7 @@ def other_shapes(ctx: RankContext) -> str:
 
 def test_different_shapes_do_not_hang(pool: WorkerPool) -> None:
     began = time.monotonic()
-    assert all("got different inputs" in found for found in pool.run(other_shapes, 2))
+    assert all("received different inputs" in found for found in pool.run(other_shapes, 2))
     assert time.monotonic() - began < 60
 
 
@@ -111,7 +111,7 @@ def test_one_token_in_a_later_step_is_told_before_weights_change(pool: WorkerPoo
         return
     found = pool.run(later, world, sections, 9)
     assert [(steps, changed) for steps, _, changed in found] == [(9, False)] * world
-    assert all("step 10" in text and "got different inputs" in text for _, text, _ in found)
+    assert all("step 10" in text and "received different inputs" in text for _, text, _ in found)
     assert f"ranks {world - 2},{world - 1}" in found[-1][1]
 
 

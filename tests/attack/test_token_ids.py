@@ -117,4 +117,4 @@ def test_damaged_tokens_are_made_again(
         (first.path / file).write_bytes(content)
     again = pack(rows, with_gaps(), 4, tmp_path)
     assert [again[i].tolist() for i in range(len(again))] == want and again.largest_id == largest  # type: ignore[union-attr]
-    assert "making it again" in caplog.text and str(first.path) in caplog.text
+    assert "rebuilding it" in caplog.text and str(first.path) in caplog.text

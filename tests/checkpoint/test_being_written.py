@@ -46,9 +46,9 @@ def test_a_child_does_not_keep_the_place(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be written into") as told:
+    with pytest.raises(CheckpointError, match="Cannot write to") as told:
         tags.start(tmp_path / "file" / "out", "a")
-    assert "fix: name a directory" in str(told.value)
+    assert "fix: choose a directory" in str(told.value)
 
 
 def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
                 open_content(file.parent)
             assert name in str(refused.value) and str(file) in str(refused.value)
     file.write_bytes(f"cposix\nsystem\n(S'touch {mark}'\ntR.".encode())  # without torch.save's archive
-    with pytest.raises(CheckpointError, match="is not made of tensors and plain values"):
+    with pytest.raises(CheckpointError, match="does not consist of tensors and plain values only"):
         open_content(file.parent)
     assert not mark.exists()
 
@@ -223,9 +223,9 @@ def test_damage_is_told_by_its_file(tmp_path: Path) -> None:
     assert f"{second} is missing" in spoilt(2, second, Path.unlink)
     assert f"{last} is missing" in spoilt(3, last, Path.unlink)
     assert "mp_rank_00_model_states.pt" in spoilt(4, "mp_rank_00_model_states.pt", truncate)
-    assert f"{second} is of another run" in spoilt(5, second, change(partition_count=[2]))
+    assert f"{second} belongs to another run" in spoilt(5, second, change(partition_count=[2]))
     base = {"state": {0: {"step": 2}}, "param_groups": []}
-    assert f"{second} is of another save" in spoilt(6, second, change(base_optimizer_state=base))
+    assert f"{second} belongs to another save" in spoilt(6, second, change(base_optimizer_state=base))
     short = [torch.zeros(4)]
     assert "parts of" in spoilt(7, last, change(single_partition_of_fp32_groups=short))
     assert "lacks elements" in spoilt(8, second, change(fp32_flat_groups=short), stage=3)
@@ -253,11 +253,11 @@ def test_damage_is_told_by_its_file(tmp_path: Path) -> None:
             torch.save({**content, "global_steps": 9}, file)
 
     model_1 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
-    assert "has other weights of" in spoilt(11, first, swap)
-    assert f"bf16_{first} and {first} are of the same rank" in spoilt(12, first, twice)
+    assert "differ from those in the optimizer state files" in spoilt(11, first, swap)
+    assert f"bf16_{first} and {first} belong to the same rank" in spoilt(12, first, twice)
     assert f"{first} is not a file" in spoilt(13, first, pipe)
     assert f"{model_1} is missing" in spoilt(14, model_1, Path.unlink, stage=3, ranks=2)
-    assert f"{model_1} is of another save" in spoilt(15, model_1, other_save, stage=3)
+    assert f"{model_1} belongs to another save" in spoilt(15, model_1, other_save, stage=3)
     text = lambda file: file.write_text("not a checkpoint")  # noqa: E731
     assert first in spoilt(9, first, text)
 
@@ -270,11 +270,12 @@ def test_files_of_the_optimizer_that_are_gone(tmp_path: Path, caplog: pytest.Log
         for file in directory.glob("*_optim_states.pt"):
             file.unlink()
     with pytest.raises(
-        CheckpointError, match=r"has no weights: at ZeRO 3 they are in zero_pp_rank_0_mp_rank_00_optim"
+        CheckpointError,
+        match=r"has no weights: at ZeRO stage 3 they are in files like zero_pp_rank_0_mp_rank_00_optim",
     ):
         open_content(directory)
     assert open_content(tmp_path / "2" / directory.name).meta["optimizer"] is None
-    assert "has no files of the optimizer's state: only weights are read" in caplog.text
+    assert "has no optimizer state files: loading only the weights" in caplog.text
 
 
 def test_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
@@ -282,14 +283,14 @@ def test_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
     directory = write(tmp_path, model, values_of(model), stage=1, ranks=1)
     file = directory / "mp_rank_00_model_states.pt"
     torch.save(torch.load(file, weights_only=False) | {"ds_autoep_layers": [{"moe_layer_id": 0}]}, file)
-    with pytest.raises(CheckpointError, match="experts that AutoEP spread"):
+    with pytest.raises(CheckpointError, match="experts distributed by AutoEP"):
         open_content(directory)
 
 
 def test_the_count_of_steps_of_an_old_fused_adam(tmp_path: Path) -> None:
     """It is in the param groups alone; and where it is nowhere, that is an error."""
     model = model_of("plain")
-    for number, (count, word) in enumerate(((STEPS, ""), (None, "not how many steps made them"))):
+    for number, (count, word) in enumerate(((STEPS, ""), (None, "but no step count"))):
         directory = write(tmp_path / str(number), model, values_of(model), stage=2, ranks=2)
         for file in directory.glob("*_optim_states.pt"):
             with deepspeed_files.theirs():
@@ -363,7 +364,7 @@ def test_state_that_was_on_nvme(tmp_path: Path) -> None:
     for path in folder.glob("[0-9]*.swp"):  # what another run has left in its nvme_path
         first, _, last = path.name.removesuffix(".tensor.swp").partition("_")
         shutil.copy(path, folder / f"{int(first) + 50}_{int(last) + 50}.tensor.swp")
-    with pytest.raises(CheckpointError, match="rank01 cannot be read: files of several runs"):
+    with pytest.raises(CheckpointError, match="rank01 cannot be read: it contains files of several runs"):
         open_content(directory)
     for path in folder.glob("[0-9]*.swp"):
         if int(path.name.partition("_")[0]) > 50:

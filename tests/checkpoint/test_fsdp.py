@@ -181,7 +181,7 @@ def test_what_else_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert [group["lr"] for group in stored.options] == [0.1, 0.5]
     assert [sorted(names) for names in stored.groups] == [[f"{name}.bias", f"{name}.weight"] for name in made]
     (told,) = [record.getMessage() for record in caplog.records if record.name == "launcher"]
-    assert told.endswith("this has no place in launcher: ema")
+    assert told.endswith("ignoring entries that launcher does not support: ema")
     states = dict(stored.whole_states(1 << 20))
     assert all(torch.equal(states[name]["model"], p) for name, p in model.named_parameters())
     assert all(states[name]["exp_avg"].count_nonzero() == p.numel() for name, p in model.named_parameters())
@@ -197,7 +197,7 @@ def _without_counts(state: dict[str, Any]) -> dict[str, Any]:
 def test_quantised_weights_and_overlapping_chunks(pool: WorkerPool, tmp_path: Path) -> None:
     weights = WithBuffer().state_dict() | {"layer.weight": torch.ones(4, 4, dtype=torch.int8)}
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "a", no_dist=True)
-    with pytest.raises(RanksFailed, match=r"another kind of numbers: layer.weight is torch.int8"):
+    with pytest.raises(RanksFailed, match=r"incompatible dtypes: layer.weight is torch.int8"):
         pool.run(load_buffers, 1, tmp_path)
     chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 4]))
     assert overlap([chunk, chunk])
@@ -219,10 +219,10 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     weights, named = model.state_dict(), get_optimizer_state_dict(model, optimizer)
     for number, (state, told) in enumerate(
         [
-            ({"model": weights, "optim": numbered}, "states of 0, 1, and no weights of that name"),
+            ({"model": weights, "optim": numbered}, "states for 0, 1, but no weights with those names"),
             ({"model": weights, "optim": counted}, "'step' of (weight|bias) is a Python number"),
             ({"app": {"model": weights}}, "no weights under 'model'"),
-            ({"model": weights, "optim": _without_counts(named)}, "moments of bias, and not how many steps"),
+            ({"model": weights, "optim": _without_counts(named)}, "moments for bias, but no step count"),
         ]
     ):
         dcp.save(state, checkpoint_id=tmp_path / str(number), no_dist=True)
@@ -259,8 +259,8 @@ def test_buffers_and_ties(pool: WorkerPool, tmp_path: Path) -> None:
     for got in pool.run(load_buffers, 2, tmp_path):
         assert all(map(torch.equal, got, model.state_dict().values()))
     for tied, told in (
-        (True, "other values for lm_head.weight"),
-        (False, "did not have 1 parameters.*lm_head"),
+        (True, "different values for lm_head.weight"),
+        (False, "lacks 1 parameters.*lm_head"),
     ):
         other = tiny_llama(tied=not tied, layers=2, vocab=61, seed=0)
         optimizer = torch.optim.AdamW(groups_of(other), lr=1e-2)
@@ -310,6 +310,6 @@ def test_a_schedule_goes_on_at_the_step(pool: WorkerPool, tmp_path: Path) -> Non
     # DeepSpeed's schedules repeat their first rate; torch's go on from the rate of the checkpoint.
     assert got["json"][0] == pytest.approx([0.2, 0.3, 0.4])
     assert got["LambdaLR"][0] == pytest.approx([0.5, 1 / 5, 1 / 6])
-    assert "goes on at step 3, with the rate 0.2" in got["json"][1]
-    assert "goes on at step 3, with the rate 0.5" in got["LambdaLR"][1]
+    assert "continues at step 3 with learning rate 0.2" in got["json"][1]
+    assert "continues at step 3 with learning rate 0.5" in got["LambdaLR"][1]
     assert "starts at its first step" in got["SequentialLR"][1]

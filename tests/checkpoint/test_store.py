@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, "a", {"w": torch.zeros(3, 4), "bias": torch.zeros(1)})
     assert "1 missing: bias" in str(caught.value)
-    assert "w is (3, 4) here and (4, 3) in the checkpoint" in str(caught.value)
+    assert "w is (3, 4) in the model and (4, 3) in the checkpoint" in str(caught.value)
     kept, w = torch.full((1,), 7.0), torch.zeros(4, 3)
     load(tmp_path, "a", {"w": w, "bias": kept}, strict=False)
     assert kept.item() == 7.0 and w.sum().item() == 12.0
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
 
 def test_slices_that_leave_a_hole_are_no_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path, "good")
-    with pytest.raises(CheckpointError, match="do not make up the whole: w"):
+    with pytest.raises(CheckpointError, match="do not cover all elements: w"):
         save(tmp_path, "bad", {"w": FlatSlice(torch.zeros(5), (4, 3), 0, 5)}, {})
     assert _names(tmp_path) == {"good", "latest"}
 
@@ -207,7 +207,7 @@ def load_what_one_rank_cannot(ctx: RankContext, directory: Path) -> str:
 def test_a_load_that_fails_on_one_rank_fails_on_all(pool: WorkerPool, tmp_path: Path) -> None:
     _save(tmp_path, "a")
     messages = pool.run(load_what_one_rank_cannot, 2, tmp_path)
-    assert all("w is (4, 4) here" in message for message in messages), messages
+    assert all("w is (4, 4) in the model" in message for message in messages), messages
 
 
 def save_in_subgroup(ctx: RankContext, directory: Path) -> float:

@@ -226,12 +226,15 @@ def test_its_names_need_a_model(titan: Path, tmp_path: Path, capsys: pytest.Capt
     for command in ("import", "export"):
         formats = ["--format", "fp32"] if command == "export" else []
         assert main([command, str(titan), str(tmp_path / "ours"), *formats]) == 2
-        assert "torchtitan's, and needs --model" in capsys.readouterr().err
+        assert (
+            "is a torchtitan checkpoint and needs --model to map its parameter names"
+            in capsys.readouterr().err
+        )
     assert main(["inspect", str(titan)]) == 0
     told = capsys.readouterr().out
     assert "a checkpoint of torchtitan" in told and f"launch import {titan} OUT --model M" in told
     assert main(["inspect", str(titan.parent)]) == 2
-    assert f"name the tag: {titan.name}" in capsys.readouterr().err
+    assert f"pass a tag: {titan.name}" in capsys.readouterr().err
 
 
 def test_its_heads_are_told_and_kept(
@@ -239,7 +242,7 @@ def test_its_heads_are_told_and_kept(
 ) -> None:
     """torchtitan writes no heads down: those of --model are, and another model is refused."""
     assert main(["import", str(titan), str(tmp_path / "ours"), "--model", _config(tmp_path, tied=False)]) == 0
-    assert "read as 4 heads, 2 of keys and values, of 8 rows each" in caplog.text
+    assert "as 4 heads, 2 key/value heads, head_dim 8, from the config of " in caplog.text
     other = _config(tmp_path, tied=False, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
     assert (
         main(["export", str(tmp_path / "ours"), str(tmp_path / "hf"), "--format", "hf", "--model", other])
@@ -284,13 +287,13 @@ def _no_weight(state: dict[str, Any]) -> None:
     ("edit", "told"),
     [
         (_twice, "has model/model.embed_tokens.weight twice: as model/tok_embeddings.weight and as"),
-        (_no_counts, "it has moments of .*, and not how many steps made them"),
-        (_odd_count, "the count of steps of norm.weight is nan"),
-        (_odd_moments, "norm.weight is of the shape .32. and the dtype torch.complex64"),
-        (_short_moments, "q_proj.weight has the shape .16, 32., not .32, 32."),
+        (_no_counts, "it has Adam moments for .*, but no step count"),
+        (_odd_count, "the step count of norm.weight is nan"),
+        (_odd_moments, "norm.weight has the invalid shape .32. or dtype torch.complex64"),
+        (_short_moments, "q_proj.weight has shape .16, 32., expected .32, 32."),
         (_odd_rate, "the learning rate of norm.weight is 'fast'"),
         (_odd_name, "model.layers.0.*scale is not a tensor of the model"),
-        (_no_weight, "it has the optimizer's states of norm.weight, and no weight of that name"),
+        (_no_weight, "it has optimizer states for norm.weight, but no weight with that name"),
     ],
 )
 def test_what_was_never_trained_is_refused(
@@ -313,9 +316,7 @@ def test_a_parameter_without_a_state_is_told(tmp_path: Path, caplog: pytest.LogC
     _titan(tmp_path / "titan", tied=False, layout="apart", edit=edit)
     source, model = str(tmp_path / "titan" / f"step-{BEFORE}"), _config(tmp_path, tied=False)
     assert main(["import", source, str(tmp_path / "ours"), "--model", model]) == 0
-    assert (
-        "no state of 1 of the parameters that the optimizer steps, which begin anew: layers.0" in caplog.text
-    )
+    assert "no state for 1 of the parameters in the optimizer; their state is reset: layers.0" in caplog.text
     (names,) = SourceCheckpoint.open(tmp_path / "ours").groups
     assert "model.layers.0.mlp.gate_proj.weight" in names
 
@@ -367,19 +368,19 @@ def test_fused_rows_of_other_heads_are_refused(tmp_path: Path, capsys: pytest.Ca
     source = str(tmp_path / "titan" / f"step-{BEFORE}")
     model = _config(tmp_path, tied=False, num_key_value_heads=1)
     assert main(["import", source, str(tmp_path / "ours"), "--model", model]) == 2
-    assert "q_proj.weight is not there" in capsys.readouterr().err
+    assert "q_proj.weight is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"model_type": "mistral"}, "the type mistral is not known under torchtitan's names"),
-        ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is not there"),
+        ({"model_type": "mistral"}, "Model type mistral is not supported for torchtitan checkpoints"),
+        ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is missing"),
         ({"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is not a tensor of the model"),
-        ({"intermediate_size": 40}, "has the shape [48, 32], not [40, 32]"),
-        ({"tie_word_embeddings": True}, "lm_head.weight is another matrix than model.embed_tokens.weight"),
-        ({"num_attention_heads": 2}, "has the shape [32, 32], not [16, 32]"),
-        ({"attention_bias": True}, "q_proj.bias is not there"),
+        ({"intermediate_size": 40}, "has shape [48, 32], expected [40, 32]"),
+        ({"tie_word_embeddings": True}, "lm_head.weight and model.embed_tokens.weight differ"),
+        ({"num_attention_heads": 2}, "has shape [32, 32], expected [16, 32]"),
+        ({"attention_bias": True}, "q_proj.bias is missing"),
     ],
 )
 def test_another_model_is_refused(

@@ -52,7 +52,7 @@ def test_a_verdict_for_every_key(old: Path, capsys: pytest.CaptureFixture[str]) 
     }
     assert "no effect          8:64  zero_optimization.round_robin_gradients: has no effect here" in text
     assert 'used differently  10:17  optimizer.type: "Adam" decays weights as AdamW does' in text
-    assert "comment             6:3  _comment: is taken as a comment" in text
+    assert "comment             6:3  _comment: is treated as a comment" in text
 
 
 def test_the_members_of_a_renamed_section_have_their_own_verdicts(
@@ -101,7 +101,10 @@ def test_a_batch_that_fits_no_number_of_ranks(tmp_path: Path, capsys: pytest.Cap
     for batch, unit in (({micro: 2, steps: 2}, 4), ({micro: 2}, 2), ({steps: 3}, 3)):
         path.write_text(json.dumps({"train_batch_size": 7, **batch}))
         code, text = shown(capsys, str(path))
-        assert code == 1 and f"{unit}: it fits no number of ranks; write a multiple of {unit}" in text
+        assert code == 1
+        assert (
+            f"= {unit}: no number of ranks satisfies the batch equation; write a multiple of {unit}" in text
+        )
     path.write_text(json.dumps({"train_batch_size": 8, micro: 2, steps: "auto"}))
     assert shown(capsys, str(path))[0] == 0
 
@@ -160,7 +163,7 @@ def test_tensor_parallel_ranks_share_their_sequences(
 
 def test_explain_says_what_autos_and_defaults_become(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, text = shown(capsys, str(old), "--explain", "--num-gpus", "4")
-    autos, defaults = text.split('"auto" becomes:')[1].split("left out, with the default:")
+    autos, defaults = text.split('"auto" resolves to:')[1].split("not set, default used:")
     assert "train_micro_batch_size_per_gpu  4  (from the batch equation)" in autos
     assert "optimizer.params.lr" in autos and "0.001" in autos
     assert "fp16" in defaults and "off" in defaults
@@ -172,7 +175,7 @@ def test_explain_says_what_autos_and_defaults_become(old: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("sections", "ulysses", "ring"),
     [
-        ({"sequence_parallel_size": 4}, "as many as the heads allow", "the others"),
+        ({"sequence_parallel_size": 4}, "as many as the heads allow", "the rest"),
         ({"context_parallel": {"ring": "auto", "ulysses": 2}, "sequence_parallel_size": 4}, None, "2"),
         ({"context_parallel": {"ring": 2, "ulysses": 2}}, None, None),
     ],
@@ -193,7 +196,7 @@ def test_explain_says_what_shared_sequences_become(
         assert (
             found is None if wanted is None else found == f"{wanted}  (of the 4 ranks that share a sequence)"
         )
-    assert told["tiled_loss"].startswith("true if the model allows it")
+    assert told["tiled_loss"].startswith("true if the model supports it")
     if "sequence_parallel_size" not in sections:
         assert told["sequence_parallel_size"].startswith("4 ")
 
@@ -210,14 +213,14 @@ def test_migrate_writes_the_same_configuration_in_todays_keys(
     assert json.loads(new.read_text())["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     code, text = shown(capsys, str(new))
     assert code == 0 and "obsolete" not in text
-    assert answer("check", str(old), "--migrate", str(new), cwd=tmp_path)[3].count("already there") == 1
+    assert answer("check", str(old), "--migrate", str(new), cwd=tmp_path)[3].count("already exists") == 1
 
 
 def test_migrate_tells_of_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = tmp_path / "old.json"
     old.write_text('{\n  // one\n  "train_batch_size": 8, # two\n  /* three */ "fp16": {"enabled": false}}\n')
     _, text = shown(capsys, str(old), "--migrate", str(tmp_path / "new.json"))
-    assert "comments are left out, because JSON has none: see line 2, 3 of" in " ".join(text.split())
+    assert "comments are dropped, because JSON has none: see line 2, 3 of" in " ".join(text.split())
 
 
 def test_check_is_light(old: Path, tmp_path: Path) -> None:

@@ -101,12 +101,15 @@ def test_typo_in_the_configuration(tmp_path: Path) -> None:
         (["--config", "{config}", "pretrian"], "did you mean `launch pretrain`?"),
         (["cheque"], "did you mean `launch check`?"),
         (["--config", "{config}", "pretrian"], "finetune"),
-        (["--config", "{config}", "absent.py"], "there is no file absent.py"),
+        (["--config", "{config}", "absent.py"], "file not found: absent.py"),
         (["--config", "{config}", "pretrain", "--max-step", "3"], "did you mean --max-steps?"),
         (["--config", "{config}", "pretrain", "--max-steps", "many"], "--max-steps"),
         (["--numgpus", "2"], "did you mean --num_gpus?"),
         (["--config", "{config}", "--hostfile", "absent", "pretrain"], "the hostfile absent does not exist"),
-        (["--config", "{config}", "--launcher", "mpich", "pretrain"], "needs hosts"),
+        (
+            ["--config", "{config}", "--launcher", "mpich", "pretrain"],
+            "--launcher mpich requires a list of hosts",
+        ),
     ],
 )
 def test_mistakes(tmp_path: Path, argv: list[str], said: str) -> None:

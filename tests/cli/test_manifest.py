@@ -160,8 +160,8 @@ def test_one_pod_and_no_second_try(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "said"),
     [
         (["--image", "i", "--num_nodes", "2", "m"], "--num_gpus is missing"),
-        ([*PLAIN, "--hostfile", "h", "m"], "--hostfile has no meaning in a manifest"),
-        ([*PLAIN, "--name", "My_Run", "m"], "small letters, digits and dashes"),
+        ([*PLAIN, "--hostfile", "h", "m"], "--hostfile is not supported in a manifest"),
+        ([*PLAIN, "--name", "My_Run", "m"], "lowercase letters, digits and dashes, starting with a letter"),
         ([*PLAIN, "--volume", "data", "m"], "needs CLAIM:/PATH"),
         ([*PLAIN, "--shm", "16 Gi", "m"], "needs a size such as 16Gi"),
         ([*PLAIN, "--min_nodes", "3", "--module", "m"], "--min_nodes 3: the number of hosts is 2"),

@@ -61,10 +61,12 @@ def test_a_run_has_a_bill(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--num-gpus", "4", "--top", "1", *BILL]) == 0
-    assert "2,000,000,000 tokens take it" in (said := capsys.readouterr().out)
+    assert "Training on 2,000,000,000 tokens takes" in (said := capsys.readouterr().out)
     assert "device-hours" in said and "at that price" in said and "kWh" in said
     assert main([*PLAN, "--num-gpus", "4", "--price", "2"]) == 2
-    assert "--tokens 300B" in capsys.readouterr().err
+    assert (
+        "--price and --watts require --tokens" in (err := capsys.readouterr().err) and "--tokens 300B" in err
+    )
     assert main([*PLAN, "--num-gpus", "4", "--tokens", "0B"]) == 2
     assert "above 0" in capsys.readouterr().err
 
@@ -86,7 +88,7 @@ def test_programs_get_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_where_nothing_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--num-gpus", "2", "--memory", "1026MiB"]) == 1
-    assert "nothing fits" in capsys.readouterr().out
+    assert "no layout fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_where_nothing_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--gpu", "abacus"], "unknown GPU 'abacus'"),
         (["--gpu", "4090"], "did you mean rtx-4090"),
-        (["--gpu", "4GiB"], "write --memory 4GiB beside it"),
+        (["--gpu", "4GiB"], "add --memory 4GiB"),
         (["--gpu", "missing.json"], "missing.json cannot be read"),
         (["--hostfile", "missing"], "the hostfile missing does not exist"),
     ],
@@ -132,4 +134,4 @@ def test_this_machine_is_a_device(
     broken = tmp_path / "broken.json"
     broken.write_text('{"names": []}')
     assert main([*PLAN, "--num-gpus", "2", "--gpu", str(broken)]) == 2
-    assert "has no across_gb_s" in capfd.readouterr().err
+    assert "lacks across_gb_s" in capfd.readouterr().err

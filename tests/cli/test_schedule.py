@@ -34,8 +34,8 @@ def test_grid_bubble_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
         "(total 13)"
     )  # of the whole share of a rank
     uneven = told(capsys, "1f1b", *ONE, "--costs", "1,1,1/2,2,2", "--transfer", "0.5")
-    assert uneven[2].endswith("(total 16)") and "none for uneven costs" in uneven[3]
-    assert "NOT equal" in told(capsys, "pipedream", *ONE)[-1]
+    assert uneven[2].endswith("(total 16)") and "not available for uneven costs" in uneven[3]
+    assert "NOT equivalent" in told(capsys, "pipedream", *ONE)[-1]
 
 
 def test_without_torch(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["1f1b", "--stages", "2"], "--microbatches is missing"),
         ([*ONE], "NAME is missing"),
-        (["1f1b", *ONE, "--costs", "1,1"], "not three numbers"),
+        (["1f1b", *ONE, "--costs", "1,1"], "needs three numbers per row"),
         (["1f1b", *ONE, "--costs", "1,1,-1"], "'-1'"),
         (["1f1b", *ONE, "--costs", "1,1,1/1,1,1/1,1,1"], "3 rows for 2 virtual stages"),
         (["1f1b", *ONE, "--out", "a.png"], "FILE.svg or FILE.json"),

@@ -45,7 +45,7 @@ def test_an_installed_shim_comes_first_tells_and_goes_again(
     assert main(["shim"]) == 0 and "not installed" in capsys.readouterr().out
     assert main(["shim", "install"]) == 0 and str(packages) in capsys.readouterr().out
     first = imported(packages)
-    assert first.stdout == "True\n" and "gives launcher's engine" in first.stderr
+    assert first.stdout == "True\n" and "uses launcher's engine" in first.stderr
     assert imported(packages, RANK="1").stderr == ""  # every rank would say it
     assert imported(packages, **{SWITCH: "0"}).stdout == "False\n"
     assert main(["shim", "remove"]) == 0 and "not installed" in capsys.readouterr().out
@@ -58,7 +58,7 @@ def test_a_command_and_what_it_starts_have_the_shim(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"{DIRECTORY}\n"
     child = f"import subprocess, sys; {PROBE}; sys.exit(subprocess.call([sys.executable, '-c', {PROBE!r}]))"
     done = python("-m", "launcher.cli.main", "shim", "run", "--", sys.executable, "-c", child)
-    assert done.stdout == "True\nTrue\n" and done.stderr.count("gives launcher's engine") == 1
+    assert done.stdout == "True\nTrue\n" and done.stderr.count("uses launcher's engine") == 1
 
 
 def test_launch_tells_it_once_itself_and_its_flag_wins_over_an_installed_shim(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_launch_tells_it_once_itself_and_its_flag_wins_over_an_installed_shim(tm
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["run"], "the command is missing"),
+        (["run"], "missing argument: the command to run"),
         (["run", "--", "no-such-program"], "cannot be started"),
         (["add"], "add"),
         (["path", "more"], "takes no arguments"),

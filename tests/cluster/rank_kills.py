@@ -68,7 +68,7 @@ def together(directory: Path, count: int, since: int = 0) -> bool:
 def joined(directory: Path) -> int:
     """How often a replica has joined the others with their state."""
     logs = (directory / "out" / "logs").rglob("rank0.log")
-    return sum(len(re.findall(r"joined the others at step", log.read_text())) for log in logs)
+    return sum(len(re.findall(r"joined the other replicas at step", log.read_text())) for log in logs)
 
 
 def main() -> None:

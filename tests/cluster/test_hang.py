@@ -115,12 +115,14 @@ def test_who_waits_and_who_never_came() -> None:
     assert describe(states, "/logs").splitlines() == [
         "no rank has made progress for 30 s",
         "  ranks 0,1,3 wait in all_gather of layers.7/forward among ranks 0,1,2,3 (number 812)",
-        "  rank 2 (w1) never entered it, its last was reduce_scatter of head/backward among ranks 0,1,2,3 "
+        "  rank 2 (w1) never entered it; its last operation was reduce_scatter of head/backward among ranks 0,1,2,3 "
         "(number 811), "
-        "it is at data.py:88 in next_batch",
+        "at data.py:88 in next_batch",
         "  all stacks: /logs/hang.txt",
     ]
-    assert "rank 0 (w0) has shown nothing yet, it is at" in describe([state(0, None), state(1, 3)], "/logs")
+    assert "rank 0 (w0) has not reported any operation yet, at" in describe(
+        [state(0, None), state(1, 3)], "/logs"
+    )
 
 
 def test_numbers_of_other_groups_say_nothing() -> None:
@@ -130,10 +132,8 @@ def test_numbers_of_other_groups_say_nothing() -> None:
     states += [state(3, 6, "send of stage1/send_b", "")]
     lines = describe(states, "/logs").splitlines()
     assert lines[1] == f"  ranks 0,1 wait in {wait} (number 40)"
-    assert lines[2].startswith(
-        f"  rank 2 (w1) was last in {norm} among ranks 2,3 (number 7), it is at data.py:88"
-    )
-    assert lines[3].startswith("  rank 3 (w1) was last in send of stage1/send_b (number 6), it is at")
+    assert lines[2].startswith(f"  rank 2 (w1) was last in {norm} among ranks 2,3 (number 7), at data.py:88")
+    assert lines[3].startswith("  rank 3 (w1) was last in send of stage1/send_b (number 6), at ")
 
 
 def test_hung_rank_ends_the_run(tmp_path: Path) -> None:
@@ -141,8 +141,11 @@ def test_hung_rank_ends_the_run(tmp_path: Path) -> None:
     done = launch("--num_gpus", "3", "--hang_timeout", "2", "script.py", "--output-dir", "out", cwd=tmp_path)
     assert done.returncode == 1
     assert "ranks 0,2 wait in all_gather of layers.2/forward among ranks 0,1,2 (number 3)" in done.stderr
-    assert "rank 1 (localhost) never entered it, its last was all_gather of layers.1/forward" in done.stderr
-    assert "it is at script.py:5 in next_batch" in done.stderr
+    assert (
+        "rank 1 (localhost) never entered it; its last operation was all_gather of layers.1/forward"
+        in done.stderr
+    )
+    assert "at script.py:5 in next_batch" in done.stderr
     stacks = (tmp_path / "out/logs/hang.txt").read_text()
     assert stacks.count("==== rank ") == 3 and stacks.count("script.py") >= 3
 
@@ -154,9 +157,9 @@ def test_a_hung_pipeline_names_stages_and_microbatches(tmp_path: Path) -> None:
     assert "rank 0 (localhost) is in the wait for gradients of stage 0, microbatch 2" in done.stderr, (
         done.stderr
     )
-    assert re.search(r"it is at script\.py:\d+ in <module>", done.stderr)
+    assert re.search(r"at script\.py:\d+ in <module>", done.stderr)
     assert "rank 1 (localhost) was last in the wait for inputs of stage 1, microbatch 2" in done.stderr
-    assert "it is at script.py:10 in forward" in done.stderr
+    assert "at script.py:10 in forward" in done.stderr
 
 
 def test_a_script_that_shows_nothing_is_not_watched(tmp_path: Path) -> None:

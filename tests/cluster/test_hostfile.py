@@ -26,14 +26,14 @@ def test_lines_comments_and_slot_lists() -> None:
     ("text", "said"),
     [
         ("w0 slots=4\nw1 slots=4x", "slots=4x is not a number"),
-        ("w0 slots=4\nw1", "'w1' does not name a host and its slots"),
-        ("w0 slots=4\nw1 slots = 2", "does not name a host"),
-        ("w0 slots=4\nw1 slots=0", "runs nothing"),
+        ("w0 slots=4\nw1", "'w1' does not specify a host and its slots"),
+        ("w0 slots=4\nw1 slots = 2", "does not specify a host"),
+        ("w0 slots=4\nw1 slots=0", "needs at least one slot"),
         ("w0 slots=4\nw0 slots=2", "the host w0 is listed twice"),
         ("w0 slots=4\nw1 slots=2-1", "'2-1' in '2-1'"),
         ("w0 slots=4\nw1 slots=1,", "'' in '1,'"),
         ("w0 slots=4\n-oProxyCommand=x slots=2", "is not a valid host name"),
-        ("w0 slots=4\nw1 slots=2 slots=3", "does not name a host"),
+        ("w0 slots=4\nw1 slots=2 slots=3", "does not specify a host"),
     ],
 )
 def test_wrong_line_is_named_with_its_number_and_text(text: str, said: str) -> None:
@@ -43,7 +43,7 @@ def test_wrong_line_is_named_with_its_number_and_text(text: str, said: str) -> N
 
 
 def test_no_host_and_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="names no host"):
+    with pytest.raises(ConfigError, match="contains no hosts"):
         parse_hostfile("# nothing\n", "hosts")
     with pytest.raises(ConfigError, match="does not exist"):
         read_hostfile(str(tmp_path / "absent"))

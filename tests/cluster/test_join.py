@@ -82,7 +82,7 @@ def test_a_second_node_of_a_number_waits_until_the_first_is_lost(
     while not told and time.monotonic() < until:
         house.door.admit(house.nodes)
         time.sleep(0.02)
-    assert "node 0 has a node 1 already" in told[0] and second.is_alive()
+    assert "node rank 1 is already connected" in told[0] and second.is_alive()
     house.nodes[1].close()
     house.nodes[1].lost = None
     house.admit_until(second)

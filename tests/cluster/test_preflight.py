@@ -45,11 +45,11 @@ def test_nodes_that_are_alike_are_ready() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"versions": {**GOOD["versions"], "torch": "2.11"}}, "torch is 2.11, on the other hosts it is 2.13"),
+        ({"versions": {**GOOD["versions"], "torch": "2.11"}}, "torch is 2.11, but 2.13 on the other hosts"),
         ({"versions": {**GOOD["versions"], "torch": None}}, "torch is not installed, on the other hosts"),
         ({"source": "other"}, "its launcher version differs"),
         ({"files": {"/w/ds.json": None}}, "there is no file /w/ds.json"),
-        ({"files": {"/w/ds.json": "d2"}}, "/w/ds.json differs from the file here"),
+        ({"files": {"/w/ds.json": "d2"}}, "/w/ds.json differs from the file on this machine"),
         ({"memory": 1 << 20}, "1 MiB of memory are free, too little for 2 ranks"),
         ({"clock": 1090.2}, "its clock is 90 s ahead"),
         (None, "unknown host name: check the hostfile"),
@@ -151,4 +151,6 @@ def test_the_address_that_all_reach_is_taken() -> None:
     ]  # now no address is common to both
     assert _agreed(found[0], found, RendezvousOptions()) == "10.0.0.1"
     (row,) = rows_of(found)
-    assert row.startswith("w2  cannot reach w0:7000: only at 192.168.0.1, others at 10.0.0.1: --master_addr")
+    assert row.startswith(
+        "w2  cannot reach w0:7000: only at 192.168.0.1, but others at 10.0.0.1: set --master_addr"
+    )

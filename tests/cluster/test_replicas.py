@@ -130,7 +130,7 @@ def test_a_frozen_replica_is_left_behind(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert (
-        "the other replicas have gone on without replica 1: it was silent"
+        "the other replicas have continued without replica 1: it was silent"
         in (tmp_path / "out/logs/replica1/rank0.log").read_text()
     )
 
@@ -156,8 +156,8 @@ def test_a_stranger_is_not_heard() -> None:
     ("argv", "what"),
     [
         (("--num_gpus", "3"), "3 ranks cannot be divided into 2 replicas"),
-        ((), "how many ranks are there in all?"),
-        (("--num_gpus", "2", "--min_nodes", "1"), "a replica is started again on its own hosts"),
+        ((), "the total number of ranks is unknown"),
+        (("--num_gpus", "2", "--min_nodes", "1"), "--on_straggler cannot be combined with replicas"),
         (("--num_gpus", "2", "--launcher", "slurm"), "over ssh or pdsh"),
     ],
 )
@@ -170,8 +170,8 @@ def test_what_does_not_go_with_replicas(tmp_path: Path, argv: tuple[str, ...], w
 @pytest.mark.parametrize(
     ("section", "what"),
     [
-        ({"checkpoint": {"peer_memory": {"every": 5}}}, "replicas hold each other's state"),
-        ({"train_batch_size": 3}, "train_batch_size 3 is not a multiple of 2 replicas"),
+        ({"checkpoint": {"peer_memory": {"every": 5}}}, "replicas already hold each other's state"),
+        ({"train_batch_size": 3}, "train_batch_size 3 is not a multiple of fault_tolerance.replicas 2"),
         (
             {"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [1]}},
             "elasticity changes",
@@ -185,7 +185,7 @@ def test_keys_that_do_not_go_with_replicas(section: dict[str, Any], what: str) -
 
 def test_a_script_is_no_replica() -> None:
     config = {"train_batch_size": 2, "fault_tolerance": {"replicas": 2}}
-    with pytest.raises(ConfigError, match="replicas are started by `launch`, for its recipes"):
+    with pytest.raises(ConfigError, match=r"fault_tolerance\.replicas needs a recipe started with `launch`"):
         check_replicas_are_started(load(config))
 
 

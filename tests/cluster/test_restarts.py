@@ -75,4 +75,4 @@ def test_a_restart_goes_on_without_a_node_that_is_gone(hosts: Hosts, tmp_path: P
         hosts("kill", "node1")  # the first node: rank 0 is elsewhere then
         end = ended(process, since, limit_s=30)
     assert end.code == 0, end.errors
-    assert "going on without node1" in end.out and "2 ranks on cpu" in end.out and "world 2\n" in end.out
+    assert "continuing without node1" in end.out and "2 ranks on cpu" in end.out and "world 2\n" in end.out

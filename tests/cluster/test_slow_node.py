@@ -49,8 +49,8 @@ def test_a_run_goes_on_without_a_slow_node(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "end").touch()
         said, errors = first.communicate(timeout=60)
         assert first.returncode == 0, errors
-    assert "node1 rank 1 is slow: forward 1.50 times the median of the others for " in said
-    assert "going on without node1" in said and "restart 1 of 1" in said
+    assert "node1 rank 1 is slow: forward 1.50 times the median of the other ranks for " in said
+    assert "continuing without node1" in said and "restart 1 of 1" in said
     status = json.loads((tmp_path / "out" / "logs" / "status.json").read_text())
     assert status["state"] == "completed" and status["restarts"] == 1
     assert [rank["host"] for rank in status["ranks"]] == ["node0", "node2"]

@@ -160,5 +160,5 @@ def test_a_job_whose_time_is_up_saves_and_queues_itself_again(slurm: Hosts, tmp_
     slurm("exec", "head", "--", "scancel", "--batch", "--signal=TERM", job)
     wait_for(lambda: "FAILED" in slurm("exec", "head", "--", "scontrol", "show", "job", job), "its end")
     said = next((tmp_path / "out").glob("slurm-*.out")).read_text()
-    assert said.count("all ranks have ended well") == 2 and said.count("SIGTERM: saved after step") == 2
+    assert said.count("all ranks ended cleanly") == 2 and said.count("SIGTERM: saved after step") == 2
     assert not any(left(slurm, name) for name in NODES)

@@ -219,7 +219,7 @@ def transport(ctx: RankContext, way: str) -> str:
 
 
 def test_what_was_chosen_is_said(pool: WorkerPool) -> None:
-    assert pool.run(transport, 2, "sockets") == ["sockets: LAUNCHER_CPU_TRANSPORT says so"] * 2
+    assert pool.run(transport, 2, "sockets") == ["sockets: set by LAUNCHER_CPU_TRANSPORT"] * 2
     (first, second) = pool.run(transport, 2, "")
     assert first == second and (first == "reading each other's memory" or first.startswith("sockets: "))
 

@@ -40,12 +40,12 @@ def test_all_problems_of_a_file_at_once_in_its_order() -> None:
         """x.json has 7 problems:
   x.json:2:3 train_batch_sze: unknown key
       fix: did you mean `train_batch_size`?
-  x.json:3:12 fp16.enabled: fp16.enabled and bf16.enabled are both true, but parameters have one dtype
+  x.json:3:12 fp16.enabled: fp16.enabled and bf16.enabled are both true, but parameters can have only one dtype
       fix: set one of fp16.enabled and bf16.enabled to false
   x.json:3:29 fp16.hysteresys: unknown key
       fix: did you mean `fp16.hysteresis`?
   x.json:5:25 zero_optimization.stage: must be one of 0, 1, 2 or 3, not 4
-  x.json:6:45 optimizer.params.lr: must be a number, not the text "1e-3x"
+  x.json:6:45 optimizer.params.lr: must be a number, not the string "1e-3x"
   x.json:6:60 optimizer.params.betas: must be a list of two numbers, not the list [0.9]
       fix: write [first, second]
   x.json:7:22 flops_profiler.enabledd: unknown key
@@ -57,12 +57,12 @@ def test_all_problems_of_a_file_at_once_in_its_order() -> None:
     ("path", "value", "words"),
     [
         ("train_batch_size", True, "must be a whole number, not true"),
-        ("train_batch_size", "eight", 'must be a whole number, not the text "eight"'),
-        ("train_batch_size", "8.5", "must be a whole number, not the text"),
+        ("train_batch_size", "eight", 'must be a whole number, not the string "eight"'),
+        ("train_batch_size", "8.5", "must be a whole number, not the string"),
         ("train_batch_size", "-8", "must be at least 1, not -8"),
         ("train_batch_size", 2.5, "must be a whole number, not 2.5"),
         ("train_batch_size", 0, "must be at least 1, not 0"),
-        ("wall_clock_breakdown", "truly", 'must be true or false, not the text "truly"'),
+        ("wall_clock_breakdown", "truly", 'must be true or false, not the string "truly"'),
         ("wall_clock_breakdown", 2, "must be true or false, not 2"),
         ("gradient_clipping", -1.0, "must be at least 0, not -1.0"),
         ("gradient_clipping", False, "must be a number, not false"),
@@ -70,7 +70,7 @@ def test_all_problems_of_a_file_at_once_in_its_order() -> None:
         ("gradient_clipping", float("inf"), "must be a finite number"),
         ("communication_data_type", "fp61", 'must be one of "fp32", "fp16" or "bf16"'),
         ("communication_data_type", "fp61", 'did you mean "fp16"?'),
-        ("zero_optimization.stage", "4", 'must be one of 0, 1, 2 or 3, not the text "4" | None'),
+        ("zero_optimization.stage", "4", 'must be one of 0, 1, 2 or 3, not the string "4" | None'),
         ("zero_optimization.stage", True, "must be one of 0, 1, 2 or 3, not true"),
         ("zero_optimization.stage", [0, 1], "not the list [0, 1]"),
         ("zero_optimization.reduce_bucket_size", 5e8 + 0.5, "must be a whole number"),
@@ -115,7 +115,7 @@ def test_a_text_under_a_name_for_comments_is_one(key: str) -> None:
         {key: "hello", "zero_optimization": {key: ["two", "lines"]}, "amp": {"enabled": False, key: "x"}}
     )
     assert config == load({})
-    assert f"{key}: is taken as a comment" in map(str, config.notes)
+    assert f"{key}: is treated as a comment" in map(str, config.notes)
     assert refused({key: {"stage": 3}}) and refused({"_stage": "2"})
 
 

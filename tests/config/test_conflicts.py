@@ -47,13 +47,13 @@ def test_an_open_key_is_in_no_contradiction_until_it_is_known() -> None:
     ("tree", "key", "words"),
     [
         (scheduler("WarmupLR", warmup_min_lr=[0.1, 0.2], warmup_max_lr=[0.1, 0.2, 0.3]), "warmup_max_lr", "3 values"),
-        (scheduler("OneCycleLR", total_steps=9, max_lr=[0.1, 0.2], max_momentum=[0.9]), "max_momentum", "1 values"),
+        (scheduler("OneCycleLR", total_steps=9, max_lr=[0.1, 0.2], max_momentum=[0.9]), "max_momentum", "has 1 values"),
         (scheduler("ConstantLR", factor=0), "factor", "must be more than 0"),
         (scheduler("CyclicLR", max_lr=0.1, last_epoch=3), "last_epoch", "needs an `initial_lr`"),
         (
             {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["Linear"]}},
             "torch_autocast.lower_precision_safe_modules",
-            "without its package",
+            "is not a fully qualified name",
         ),
     ],
 )  # fmt: skip

@@ -106,7 +106,7 @@ def test_both_names_of_one_key_are_a_problem_unless_they_agree() -> None:
     assert load({"optimizer": params, "gradient_clipping": 0.5}).gradient_clipping == 0.5
     with pytest.raises(ConfigProblems, match=r"optimizer\.params\.max_grad_norm: is an old name"):
         load({"optimizer": params, "gradient_clipping": 1.0})
-    with pytest.raises(ConfigProblems, match="is written beside `zero_optimization"):
+    with pytest.raises(ConfigProblems, match="is set together with `zero_optimization"):
         load({"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}})
 
 

@@ -66,7 +66,7 @@ def test_each_switch_turns_everything_inside_off(switch: str) -> None:
     }
     config = load(tree)
     assert config.data_efficiency.curriculum is None
-    assert ("is off, because data_efficiency" in notes(config)) == (switch != "inner")
+    assert ("is disabled, because data_efficiency" in notes(config)) == (switch != "inner")
 
 
 @pytest.mark.key(
@@ -77,7 +77,7 @@ def test_each_switch_turns_everything_inside_off(switch: str) -> None:
 def test_routing_and_batches_by_tokens_are_refused_when_on() -> None:
     routing = {"enabled": True, "random_ltd": {"enabled": True, "total_layer_num": 12}}
     said = problems({"data_efficiency": {"enabled": True, "data_routing": routing}})
-    assert "data_efficiency.data_routing.enabled" in said and "another forward of every block" in said
+    assert "data_efficiency.data_routing.enabled" in said and "another forward for every block" in said
     assert load({"data_efficiency": {"enabled": False, "data_routing": routing}}) == load({})
     batching = {"enabled": True, "max_tokens": 4096}
     said = problems(sections(dynamic_batching=batching))
@@ -113,7 +113,7 @@ def test_routing_and_batches_by_tokens_are_refused_when_on() -> None:
                 "schedule_config": {"difficulty": [8, 16], "max_step": [1, 2]},
             },
             "schedule_config.max_step",
-            "has 2 entries for 2 of difficulty",
+            "has 2 entries, but difficulty has 2",
         ),
         (
             {
@@ -121,12 +121,12 @@ def test_routing_and_batches_by_tokens_are_refused_when_on() -> None:
                 "schedule_config": {"difficulty": [8, 16, 9], "max_step": [2, 2]},
             },
             "schedule_config.max_step",
-            "must rise",
+            "must be strictly increasing",
         ),
         (
             {"schedule_config": {"difficulty": 8}},
             "schedule_config.difficulty",
-            "must be a list of whole numbers",
+            "must be a list of positive whole numbers",
         ),
     ],
 )
@@ -142,7 +142,7 @@ CHOOSING = ("index_to_sample_path", "index_to_metric_path", "difficulty_type", "
 def test_what_chooses_sequences_is_refused_with_a_reason() -> None:
     values = ("samples", "metrics", "percentile", "schedule_based")
     said = problems(sections(SEQLEN | dict(zip(CHOOSING, values, strict=True))))
-    assert said.count("here sequences are truncated to a length, not selected by it") == 4
+    assert said.count("here sequences are truncated to a length, not selected by length") == 4
 
 
 @pytest.mark.key(f"{LEARNING}.curriculum_metrics")

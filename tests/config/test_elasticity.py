@@ -116,7 +116,7 @@ def test_whole_nodes_and_copies_of_the_model() -> None:
     assert both.elasticity.world_sizes is not None and both.elasticity.world_sizes[0] == 4
     assert both.dp_degree(4) == 2 and triple(both, 2)[0] == both.elasticity.batch.train
     needs = wrong({KEY: PLAIN | {"version": 0.1, "model_parallel_size": 2}})
-    assert "needs version 0.2" in needs[f"{KEY}.model_parallel_size"]
+    assert "requires version 0.2" in needs[f"{KEY}.model_parallel_size"]
     assert "does not divide" in wrong({KEY: PLAIN | {"model_parallel_size": 2}})[f"{KEY}.model_parallel_size"]
     assert f"{KEY}.model_parallel_size" in wrong({KEY: PLAIN, **split})
     assert "0.1 or 0.2" in wrong({KEY: PLAIN | {"version": 0.3}})[f"{KEY}.version"]
@@ -125,7 +125,7 @@ def test_whole_nodes_and_copies_of_the_model() -> None:
 def test_pipeline_stages_of_the_model_itself_count() -> None:
     config = load({KEY: PLAIN | {"num_gpus_per_node": 4, "model_parallel_size": 4}})
     assert triple(config.with_stages(4), 1)[0] == config.elasticity.batch.train
-    with pytest.raises(ConfigError, match="4 contradicts the 1 ranks"):
+    with pytest.raises(ConfigError, match="4 is not pipeline stages x tensor-parallel degree, 1"):
         config.resolve(dp_degree=1)
 
 
@@ -133,7 +133,7 @@ def test_pipeline_stages_of_the_model_itself_count() -> None:
 def test_batch_keys_beside_it() -> None:
     beside = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}
     found = wrong({KEY: PLAIN, **beside})
-    assert set(found) == set(beside) and "sets another" in found["train_batch_size"]
+    assert set(found) == set(beside) and "sets a different one" in found["train_batch_size"]
     ignored = load({KEY: PLAIN | {"ignore_non_elastic_batch_info": True}, **beside})
     assert triple(ignored, 2) == triple(elastic(), 2)
     assert {note.path[0] for note in ignored.notes if note.kind == "no effect"} == set(beside)
@@ -146,5 +146,6 @@ def test_what_is_missing() -> None:
     found = wrong({KEY: {"enabled": True}})
     assert set(found) == {f"{KEY}.max_train_batch_size", f"{KEY}.micro_batch_sizes"}
     assert (
-        "has 200, above" in wrong({KEY: PLAIN | {"micro_batch_sizes": [2, 200]}})[f"{KEY}.micro_batch_sizes"]
+        "contains 200, which exceeds"
+        in wrong({KEY: PLAIN | {"micro_batch_sizes": [2, 200]}})[f"{KEY}.micro_batch_sizes"]
     )

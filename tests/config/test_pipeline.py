@@ -68,7 +68,7 @@ def test_a_model_that_says_its_stages() -> None:
     assert config.dp_degree(8) == 4 and config.resolve(dp_degree=4).pipeline.degree == 2
     assert pipeline().with_stages(4).pipeline == pipeline().pipeline
     with pytest.raises(
-        ConfigError, match=r"pipeline\.stages 4 contradicts the model, which is cut into 2 stages"
+        ConfigError, match=r"pipeline\.stages 4 contradicts the model, which is split into 2 stages"
     ):
         pipeline().with_stages(2)
 
@@ -90,13 +90,13 @@ def test_schedules_and_their_chunks() -> None:
               ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "ZBV")}  # fmt: skip
     assert chunks == {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "ZBV": 2}
     assert pipeline(schedule="interleaved", chunks=3).pipeline.chunks_of_rank == 3
-    assert 'is "1f1b"' in wrong(schedule="interleaved", chunks=1)
-    assert "whose ranks have 2" in wrong(schedule="zbv", chunks=3)
+    assert 'is the same as "1f1b"' in wrong(schedule="interleaved", chunks=1)
+    assert "has 2 chunks per rank, not 3" in wrong(schedule="zbv", chunks=3)
     for name in ("1f1b", "gpipe", "zb-h1"):
         assert 'write "schedule": "interleaved"' in wrong(schedule=name, chunks=2)
         assert pipeline(schedule=name, chunks=1).pipeline.chunks_of_rank == 1
     for name in ("pipedream", "2bw"):
-        assert "whose ranks have one" in wrong(schedule=name, chunks=2)
+        assert "has one chunk per rank, not 2" in wrong(schedule=name, chunks=2)
     assert "has no effect" in notes(load({KEY: {"stages": 1, "schedule": "gpipe"}}))[f"{KEY}.schedule"]
 
 
@@ -108,7 +108,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [  # schedule, sections, k
     ("pipedream", {"zero_optimization": {"stage": 3}}, f"{KEY}.schedule", 'write "stage": 2 or less'),
     ("2bw", {"zero_optimization": {"stage": 3}}, f"{KEY}.schedule", 'write "stage": 2 or less'),
     ("2bw", {"gradient_accumulation_steps": 3}, "gradient_accumulation_steps", "as many microbatches"),
-    ("2bw", {KEY: {"stages": 1, "schedule": "2bw"}}, f"{KEY}.schedule", "needs two stages or more"),
+    ("2bw", {KEY: {"stages": 1, "schedule": "2bw"}}, f"{KEY}.schedule", "needs at least two stages"),
 ]  # fmt: skip
 
 
@@ -140,10 +140,10 @@ def test_an_asynchronous_schedule_says_so() -> None:
 
 
 BUBBLES: list[tuple[dict[str, Any], int, str | None]] = [  # section, microbatches, what is said
-    ({}, 4, "4 microbatches leave each of 4 pipeline stages idle for 43% of a step; 12 for 20%"),
-    ({"schedule": "gpipe"}, 1, "1 microbatch leaves each of 4 pipeline stages idle for 75% of a step; 12 for 20%"),
-    ({"schedule": "interleaved", "chunks": 3}, 3, "idle for 36% of a step; 4 for 20%"),
-    ({"schedule": "zb-h1", "stages": 8}, 8, "idle for 23% of a step; 10 for 19%"),
+    ({}, 4, "with 4 microbatches, each of 4 pipeline stages is idle for 43% of a step; with 12, for 20%"),
+    ({"schedule": "gpipe"}, 1, "with 1 microbatch, each of 4 pipeline stages is idle for 75% of a step; with 12,"),
+    ({"schedule": "interleaved", "chunks": 3}, 3, "idle for 36% of a step; with 4, for 20%"),
+    ({"schedule": "zb-h1", "stages": 8}, 8, "idle for 23% of a step; with 10, for 19%"),
     ({"schedule": "zb-h1"}, 2, None),
     ({}, 12, None),
     ({"schedule": "zbv"}, 2, None),

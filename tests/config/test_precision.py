@@ -24,7 +24,7 @@ ON: dict[str, Any] = {"enabled": True}
      "set bf16.enabled to false"),
     ({"torch_autocast": ON, "fp16": ON}, ["torch_autocast.enabled", "fp16.enabled"], "set fp16.enabled to false"),
     ({"bf16": ON, "data_types": {"param_dtype": "fp16"}}, ["data_types.param_dtype", "fp16.enabled"],
-     "leave param_dtype out, or make it agree with fp16.enabled"),
+     "remove param_dtype, or make it agree with fp16.enabled"),
     ({"bf16": ON, "data_types": {"param_dtype": "torch.float32"}}, ["data_types.param_dtype", "bf16.enabled"],
      "make it agree with bf16.enabled"),
     ({"data_types": {"param_dtype": "bfloat16"}}, ["data_types.param_dtype", "bf16.enabled"],

@@ -55,22 +55,22 @@ def test_comments_trailing_commas_and_places() -> None:
     ("text", "where", "what"),
     [
         ('{"a": 1 "b": 2}', "f:1:8", "comma is missing"),
-        ("{\n  , 1}", "f:2:3", "a key is expected"),
+        ("{\n  , 1}", "f:2:3", "expected a key here"),
         ("{a: 1 b: 2}", "f:1:6", "comma is missing"),
         ("{a b: 1}", "f:1:4", 'no `:` after the key "a"'),
-        ("a: 1\n}", "f:2:1", "a key is expected"),
+        ("a: 1\n}", "f:2:1", "expected a key here"),
         ("{a: '''b}", "f:1:5", "never closed by `'''`"),
         ("{a: 'b}", "f:1:5", "not closed on its line"),
         ('{"a" 1}', "f:1:6", 'no `:` after the key "a"'),
         ('{"a": [1, 2}', "f:1:12", "`]` must come before `}`"),
-        ('{"a": {"b": 1', "f:1:14", "the `{` of line 1, column 7 is never closed"),
+        ('{"a": {"b": 1', "f:1:14", "the `{` at line 1, column 7 is never closed"),
         ('{"a": "b\n"}', "f:1:7", "not closed on its line"),
-        ('{"a": 1} }', "f:1:10", "more text after"),
+        ('{"a": 1} }', "f:1:10", "unexpected text after"),
         ("[1]", "f:1:1", "must be a JSON object"),
         ("", "f:1:1", "must be a JSON object"),
         ('{"a": 1 /* b }', "f:1:9", "never closed"),
-        ('{"a": "\\x"}', "f:1:8", "`\\x` means nothing"),
-        ('{"a": }', "f:1:7", "a value is expected here, not }"),
+        ('{"a": "\\x"}', "f:1:8", "`\\x` is not an escape sequence"),
+        ('{"a": }', "f:1:7", "expected a value here, not }"),
     ],
 )
 def test_syntax_errors_name_the_place(text: str, where: str, what: str) -> None:
@@ -180,5 +180,5 @@ def test_a_dict_is_copied() -> None:
     source["zero_optimization"]["stage"] = 3  # type: ignore[index]
     assert config.zero_optimization.stage == 1
     assert config.resolve(dp_degree=1).zero_optimization.stage == 1
-    with pytest.raises(ConfigError, match="key 1 is not text"):
+    with pytest.raises(ConfigError, match="key 1 is not a string"):
         load({"fp16": {1: 2}})

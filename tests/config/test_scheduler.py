@@ -58,8 +58,8 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
         ("WarmupLR", {"warmup_num_step": 9}, "did you mean `scheduler.params.warmup_num_steps`?"),
         ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params.warmup_num_steps: must be at least 0"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "must be a whole number"),
-        ("WarmupLR", {"warmup_max_lr": "fast"}, "must be a number from 0, or a list"),
-        ("WarmupLR", {"warmup_max_lr": [0.1, -1]}, "must be a number from 0, or a list"),
+        ("WarmupLR", {"warmup_max_lr": "fast"}, "must be a number of at least 0, or a list"),
+        ("WarmupLR", {"warmup_max_lr": [0.1, -1]}, "must be a number of at least 0, or a list"),
         ("WarmpLR", {}, 'did you mean "WarmupLR"?'),
         ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr: required key is missing"),
         ("OneCycle", CYCLE | {"cycle_max_lr": 1e-5}, "cycle_max_lr: 1e-05 is below cycle_min_lr 0.0001"),
@@ -70,7 +70,7 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
         (
             "OneCycle",
             {"cycle_min_lr": [1, 2], "cycle_max_lr": [1, 2, 3]},
-            "has 3 values and cycle_min_lr has 2",
+            "has 3 values, but cycle_min_lr has 2",
         ),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size: must be at least 1"),
         (
@@ -89,7 +89,11 @@ PYTHON = "or build it and pass initialize(lr_scheduler=...)"
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.01}, "max_lr: 0.01 is below base_lr 0.1"),
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "mode": "trianglar"}, 'did you mean "triangular"?'),
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "scale_fn": "lambda"}, "use `mode`"),
-        ("OneCycleLR", {"max_lr": 0.1}, "total_steps: is required, or both epochs and steps_per_epoch are"),
+        (
+            "OneCycleLR",
+            {"max_lr": 0.1},
+            "total_steps: is required unless both epochs and steps_per_epoch are set",
+        ),
         (
             "LambdaLR",
             {},
@@ -124,13 +128,13 @@ def test_params_may_be_left_out_and_surprises_are_told() -> None:
         bare is not None and isinstance(bare.params, WarmupLRParams) and bare.params.warmup_num_steps == 1000
     )
     long = notes("WarmupDecayLR", total_num_steps=100)
-    assert "warm-up of 1000 steps is not over at total_num_steps 100" in long
+    assert "warm-up of 1000 steps does not end before total_num_steps 100" in long
     assert 'the warm-up is logarithmic, as in DeepSpeed; write "linear"' in notes("WarmupLR")
     assert "logarithmic" not in notes("WarmupLR", warmup_type="log")
     assert "[the cycle's momentum, 0.99]" in notes("OneCycle", **CYCLE)
     assert "SGD has no betas: its momentum stays" in notes("OneCycle", "SGD", **CYCLE)
     assert notes("OneCycle", cycle_momentum=False, **CYCLE) == ""
-    assert "nothing decays while decay_step_size is 0" in notes("OneCycle", decay_lr_rate=0.1, **CYCLE)
+    assert "there is no decay while decay_step_size is 0" in notes("OneCycle", decay_lr_rate=0.1, **CYCLE)
     growing = notes(
         "OneCycle", decay_mom_rate=0.1, decay_step_size=10, cycle_min_mom=0.4, cycle_max_mom=0.5, **CYCLE
     )

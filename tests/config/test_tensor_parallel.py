@@ -68,7 +68,7 @@ def test_a_second_degree_is_the_same_or_an_error(place: str) -> None:
         assert tensor(**{place: {"tp_size": size}}).tensor_parallel.degree == 2
     assert "tp_size 4 contradicts autotp_size 2" in wrong(autotp_size=2, **{place: {"tp_size": 4}})
     alone = wrong(**{place: {"tp_size": 4}})
-    assert "tp_size 4 alone splits nothing" in alone and 'write "autotp_size": 4' in alone
+    assert "tp_size 4 alone has no effect" in alone and 'write "autotp_size": 4' in alone
 
 
 @pytest.mark.key(f"{KEY}.tp.tp_group", f"{KEY}.tp.mpu", f"{KEY}.injection_policy_tuple")
@@ -137,9 +137,9 @@ BAD_RULES: list[tuple[Any, str, str]] = [  # the rule, the key that is named, wh
     ({**RULE, "shape": [True, -1]}, "[0].shape", "must be a list of sizes"),
     ({**RULE, "shape": [-1, [2, 2]]}, "[0].shape", "dim 0 is split, but the list of sizes is at dim 1"),
     ({**RULE, "shape": [3], "partition_dim": 1}, "[0].shape", "dim 1 is split, but shape has dims 0 to 0"),
-    ({**RULE, "partition_type": "row", "gather_output": True}, "[0].gather_output", 'is for partition_type "column"'),
-    ({**RULE, "grad_allreduce": True}, "[0].grad_allreduce", 'is for partition_type "skip"'),
-    ({**RULE, "partition_dim": "auto"}, "[0].partition_dim", '"auto" has no meaning in a rule'),
+    ({**RULE, "partition_type": "row", "gather_output": True}, "[0].gather_output", 'requires partition_type "column"'),
+    ({**RULE, "grad_allreduce": True}, "[0].grad_allreduce", 'requires partition_type "skip"'),
+    ({**RULE, "partition_dim": "auto"}, "[0].partition_dim", '"auto" is not supported in a rule'),
     ("column", "", "must be a list of objects"),
 ]  # fmt: skip
 

@@ -36,7 +36,7 @@ def test_stage3_keys_are_read_without_their_prefix(key: str) -> None:
     value = True if ZeroConfig.model_fields[key].annotation is bool else 7
     bare = key.removeprefix("stage3_")
     assert getattr(load({"zero_optimization": {bare: value}}).zero_optimization, key) == value
-    with pytest.raises(ConfigError, match=f"`{bare}` and `{key}` are two names of one key"):
+    with pytest.raises(ConfigError, match=f"`{bare}` and `{key}` are two names of the same key"):
         load({"zero_optimization": {key: value, bare: value}})
 
 

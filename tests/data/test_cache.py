@@ -141,6 +141,6 @@ def test_what_is_not_as_it_was_built_is_told_and_built_again(
             build_once(final, build)
             assert (final / "below" / "part").read_text() == "whole" and (final / "empty").exists()
             (line,) = [record.getMessage() for record in caplog.records]
-            assert told in line and "making it again" in line and str(final) in line
+            assert told in line and "rebuilding it" in line and str(final) in line
             assert build_once(final, build) == final and len(caplog.records) == 1
             assert {path.name for path in final.parent.iterdir()} == {"thing", ".thing.lock"}

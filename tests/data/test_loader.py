@@ -159,5 +159,5 @@ def test_numbers_that_do_not_fit_are_named() -> None:
         loader(count=7)
     with pytest.raises(ConfigError, match="global batch of 8 cannot be divided among 3"):
         loader(0, 3)
-    with pytest.raises(ConfigError, match="rank 2 among 2"):
+    with pytest.raises(ConfigError, match="rank 2 is out of range: there are 2 ranks"):
         loader(2, 2)

@@ -117,7 +117,7 @@ def test_long_rows_are_cut_and_rows_with_nothing_to_learn_left_out(
     assert (len(data), data.n_truncated, data.n_dropped) == (1, 2, 1)
     assert learned(data[0]) == tokens("c" * 9)
     assert "2 were truncated to 10 tokens and 1 were dropped" in caplog.text
-    with pytest.raises(ConfigError, match="No tokens to learn in 1 rows"):
+    with pytest.raises(ConfigError, match="No target tokens in 1 rows"):
         load_sft(write(tmp_path, rows[:1]), tokenizer, 10, split="all")
 
 

@@ -80,7 +80,7 @@ def test_a_missing_path_is_named(name: str) -> None:
 
 
 def test_an_unknown_hub_id_is_named() -> None:
-    with pytest.raises(ConfigError, match="'nobody/nothing' from the Hugging Face hub"):
+    with pytest.raises(ConfigError, match="'nobody/nothing' from the Hugging Face Hub"):
         load_text("nobody/nothing")
 
 

@@ -74,7 +74,7 @@ def step_in_no_sync(ctx: RankContext, stage: int) -> tuple[list[float], list[flo
     with engine.no_sync():
         engine.backward(engine(*first))
         engine.step()  # no boundary yet
-        with pytest.raises(LauncherError, match="leave no_sync"):
+        with pytest.raises(LauncherError, match="call it outside no_sync"):
             engine.step()
         assert (engine.micro_steps, engine.global_steps) == (1, 0)
     engine.backward(engine(*second))
@@ -444,4 +444,4 @@ def without_a_weight(ctx: RankContext) -> str:
 
 
 def test_each_microbatch_has_a_weight(pool: WorkerPool) -> None:
-    assert "microbatches and of weights differ: 2 and 1" in pool.run(without_a_weight, 1)[0]
+    assert "2 microbatches but 1 weights" in pool.run(without_a_weight, 1)[0]

@@ -195,11 +195,11 @@ def test_the_recipes_cut_and_count_what_is_left(pool: WorkerPool, tmp_path: Path
 @pytest.mark.key("scheduler.params.total_steps")
 def test_the_recipes_refuse_a_schedule_that_ends_before_they_do(pool: WorkerPool, tmp_path: Path) -> None:
     schedule = {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 4}}
-    with pytest.raises(Exception, match=r"the schedule ends after 4 optimizer steps, and the run has 5"):
+    with pytest.raises(Exception, match=r"the schedule ends after 4 optimizer steps, but the run has 5"):
         pool.run(by_recipe, 1, str(tmp_path), {"scheduler": schedule})
 
 
 @pytest.mark.key("data_efficiency.data_sampling.num_epochs")
 def test_the_recipes_refuse_more_passes_than_are_allowed(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"15 steps are 1\.5 passes over the data, not 1"):
+    with pytest.raises(Exception, match=r"15 steps need 1\.5 passes over the data, but num_epochs is 1"):
         pool.run(by_recipe, 1, str(tmp_path), {"sampling": {"num_epochs": 1}}, 15)

@@ -102,7 +102,7 @@ def save_as_scripts_do(ctx: RankContext, tied: bool, directory: Path) -> None:
     weights, state = whole_weights(engine), engine._zero3_consolidated_16bit_state_dict()
     engine.module.save_pretrained(directory, is_main_process=ctx.rank == 0, state_dict=state)
     if ctx.rank == 0:
-        with pytest.raises(ShardedParameterError, match="keeps sharded until it is gathered"):
+        with pytest.raises(ShardedParameterError, match="is sharded by ZeRO-3 and not gathered"):
             engine.module.save_pretrained(directory / "without")
         found = dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
         assert all(torch.equal(found[name], value) for name, value in weights.items())
@@ -136,7 +136,7 @@ def export_odd(ctx: RankContext, directory: Path) -> None:
     assert pickled.keys() == whole.keys() and os.listdir(directory / "pickled") == ["pytorch_model.bin"]
     assert all(torch.equal(pickled[name], value) for name, value in stored.items())
     engine.save_checkpoint(directory / "state", exclude_frozen_parameters=True)
-    with pytest.raises(CheckpointError, match=r"none of \d frozen parameters") as told:
+    with pytest.raises(CheckpointError, match=r"lacks \d frozen parameters") as told:
         engine.load_checkpoint(directory / "state")
     assert "load_module_strict=False" in str(told.value)
 

@@ -140,7 +140,7 @@ def test_an_overflow_at_the_floor_ends_the_run_and_names_the_parameters(pool: Wo
     found = pool.run(exhaust, 2, stage)
     assert found[0] == found[1]
     message, kept, steps = found[0]
-    assert "floor of 256" in message and "fp16.min_loss_scale" in message and '"bf16"' in message
+    assert "minimum of 256" in message and "fp16.min_loss_scale" in message and '"bf16"' in message
     names = [name for name, _ in stack().named_parameters()]
     assert f"{names[-1]} (rank 1)" in message and f"and {len(names) - 5} more" in message
     assert "rank 0" not in message and "ranks" not in message

@@ -161,6 +161,6 @@ def refused(ctx: RankContext) -> list[str]:
 
 def test_what_cannot_be_set_is_told(pool: WorkerPool) -> None:
     for early, shape, stranger in pool.run(refused, 2):
-        assert "gradients with a backward" in early
-        assert "has shape (16, 8) here, the value has (3,)" in shape
+        assert "gradients after backward" in early
+        assert "has shape (16, 8) on this rank, but the value has shape (3,)" in shape
         assert "not a trainable parameter of an engine" in stranger

@@ -58,11 +58,11 @@ def with_mpus(ctx: RankContext) -> list[str]:
 def test_an_mpu_must_say_what_the_json_says(pool: WorkerPool) -> None:
     for said in pool.run(with_mpus, 2):
         split, staged, data, order, sequence, two = said
-        assert "2 tensor-parallel ranks, but tensor_parallel.autotp_size is 1" in split
-        assert "write tensor_parallel.autotp_size: 2" in split and "autotp_size is 1" in two
-        assert "2 pipeline stages, but pipeline.stages is 1" in staged
-        assert "1 data-parallel ranks, but here there are 2" in data
-        assert "counts this rank as" in order and "of the ranks that share a sequence" in sequence
+        assert "2 tensor-parallel ranks, but the config sets tensor_parallel.autotp_size to 1" in split
+        assert "set tensor_parallel.autotp_size to 2" in split and "autotp_size to 1" in two
+        assert "2 pipeline stages, but the config sets pipeline.stages to 1" in staged
+        assert "1 data-parallel ranks, but the mesh has 2" in data
+        assert "mpu numbers this rank" in order and "among the context-parallel ranks" in sequence
 
 
 def configured(ctx: RankContext) -> None:

@@ -276,10 +276,10 @@ def refuse(how: str) -> None:
 @pytest.mark.key("zero_allow_untested_optimizer", "optimizer.type")
 @pytest.mark.parametrize(("how", "said"), [
     ("lbfgs", "LBFGS is not elementwise"),
-    ("lbfgs in the JSON", "LBFGS cannot step on sharded state"),
+    ("lbfgs in the JSON", "LBFGS does not support sharded state"),
     ("unknown class", "zero_allow_untested_optimizer"),
     ("another model", "that the model does not have"),
-    ("no optimizer", "there is no optimizer to step"),
+    ("no optimizer", "the engine has no optimizer"),
 ])  # fmt: skip
 def test_refusals(pool: WorkerPool, how: str, said: str) -> None:
     assert said in pool.run(refused, 1, how)[0]

@@ -120,7 +120,7 @@ def test_a_model_without_such_a_loss_is_told(pool: WorkerPool) -> None:
 def test_stages_and_shared_sequences_are_refused() -> None:
     base = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"router_z_loss_coef": 0.1}}
     for more, words in (
-        ({"pipeline": {"stages": 2}}, "several stages"),
+        ({"pipeline": {"stages": 2}}, "different pipeline stages"),
         ({"sequence_parallel_size": 2}, "whole sequences"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -118,13 +118,13 @@ def looked_at(ctx: RankContext, directory: Path) -> dict[str, Any]:
             call()
     parameter = engine.module.model.layers[0].mlp.experts.down_proj
     gathered = launcher.zero.GatheredParameters(parameter, modifier_rank=0)
-    with pytest.raises(LauncherError, match="experts that are spread over ranks"), gathered:
+    with pytest.raises(LauncherError, match="expert parameter split by expert parallelism"), gathered:
         pass
     average = copy.deepcopy(engine.module)  # as for a moving average
     assert average.model.layers[0].mlp.experts.num_experts == 2
     engine.destroy()
     for size in (1, 2):
-        with pytest.raises(ConfigError, match="spread over ranks already"):
+        with pytest.raises(ConfigError, match="already sharded over the ranks"):
             engine_of(model, size=size)
     return found
 
@@ -225,7 +225,7 @@ def test_biases_follow_the_load(pool: WorkerPool, tmp_path: Path, size: int) -> 
 
 
 def unbiased(ctx: RankContext) -> None:
-    with pytest.raises(ConfigError, match="no correction bias"):
+    with pytest.raises(ConfigError, match="no router correction bias"):
         engine_of(model_of("plain"), bias_update_rate=RATE)
 
 

@@ -204,7 +204,7 @@ def size_of(ctx: RankContext, section: dict[str, Any]) -> tuple[int, str]:
 @pytest.mark.key("expert_parallel.autoep_size")
 def test_the_keys_of_deepspeed(pool: WorkerPool) -> None:
     (count, line), _ = pool.run(size_of, 2, {"enabled": True, "autoep_size": 2})
-    assert count == 2 and "2 share the experts of each layer" in line
+    assert count == 2 and "expert parallel 2" in line
     (count, line), _ = pool.run(size_of, 2, {"enabled": False, "autoep_size": 2})
     assert count == 4 and "experts" not in line
 
@@ -225,17 +225,17 @@ def test_the_keys_of_deepspeed(pool: WorkerPool) -> None:
                 "expert_parallel": {"size": 2},
                 "tensor_parallel": {"autotp_size": 2, "sequence_parallel": True},
             },
-            "need the tokens of whole sequences",
+            "expert parallelism needs whole sequences",
         ),
         ({"expert_parallel": {"size": 2}, "optimizer": {"type": "Lamb"}}, "Lamb needs the norms"),
         (
             {"expert_parallel": {"size": 2}, "compile": {"enabled": True}},
-            "compile is not implemented for experts",
+            "compile is not implemented with expert parallelism",
         ),
-        ({"expert_parallel": {"size": 2, "top_k": 1}}, "the config of the model says it"),
+        ({"expert_parallel": {"size": 2, "top_k": 1}}, "it is set by the model's config"),
         (
             {"expert_parallel": {"size": 2}, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
-            "have other experts",
+            "hold different experts",
         ),
     ],
 )
@@ -254,7 +254,7 @@ def refused(ctx: RankContext, family: str, size: int) -> str:
 
 def test_models_that_cannot_be_spread_are_refused(pool: WorkerPool) -> None:
     assert "no experts that transformers calls" in pool.run(refused, 2, "dense", 2)[0]
-    assert "8 ranks are to share the experts of model.layers.0.mlp.experts, and it has 4" in _raised(
+    assert "expert_parallel.size 8 exceeds the 4 experts of model.layers.0.mlp.experts" in _raised(
         lambda: apply(model_of("plain"), Axis("ep", 8), Mesh.planned(DEVICE, 8, 0, dp=8))
     )
 

@@ -188,7 +188,9 @@ def of_its_own(ctx: RankContext) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     vars(model[0].weight).update(allreduce=False, group_name="ep_size_2")
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
-    with pytest.raises(ConfigError, match="weight is marked as one of experts that differ between ranks"):
+    with pytest.raises(
+        ConfigError, match="weight is marked as an expert parameter that differs between ranks"
+    ):
         initialize(model=model, config=config)
     vars(model[0].weight).update(group_name="ep_size_1")
     initialize(model=model, config=config)[0].destroy()
@@ -286,7 +288,7 @@ def test_odd_experts_and_ranks_without_tokens(pool: WorkerPool, rows: list[int])
         losses = [float(part.detach()) for part in parts]
     for rank, (loss, said) in enumerate(pool.run(odd, 2, rows)):
         assert loss == pytest.approx(losses[rank], rel=1e-5)
-        assert "has some of its experts on this rank" in said
+        assert "has only some of its experts on this rank" in said
 
 
 def test_a_function_reaches_every_expert() -> None:
@@ -319,12 +321,9 @@ def other_layers(ctx: RankContext) -> str:
 
 def test_ranks_in_different_layers_are_told(pool: WorkerPool) -> None:
     first, second = pool.run(other_layers, 2)
+    assert "layers.0.deepspeed_moe.experts on ep rank 0" in first and "ep rank 1 in expert layer 1," in first
     assert (
-        "layers.0.deepspeed_moe.experts on ep rank 0" in first and "ep rank 1 layer 1 of those with" in first
-    )
-    assert (
-        "layers.1.deepspeed_moe.experts on ep rank 1" in second
-        and "ep rank 0 layer 0 of those with" in second
+        "layers.1.deepspeed_moe.experts on ep rank 1" in second and "ep rank 0 in expert layer 0," in second
     )
 
 
@@ -349,29 +348,29 @@ def refused(ctx: RankContext, sizes: tuple[int, int], section: dict[str, Any]) -
 
 
 def test_layers_that_contradict_each_other_or_the_json(pool: WorkerPool) -> None:
-    assert "have ep_size 2, 4: all layers" in pool.run(refused, 2, (2, 4), {})[0]
+    assert "have ep_size 2, 4: all must have the same" in pool.run(refused, 2, (2, 4), {})[0]
     assert (
-        "have ep_size 2, and the JSON has 4"
+        "have ep_size 2, and the JSON has degree 4"
         in pool.run(refused, 2, (1, 2), {"expert_parallel": {"size": 4}})[0]
     )
     assert (
-        "ep_size of the layers of experts is 4, which does not divide the 2"
+        "ep_size of the expert layers is 4, which does not divide the 2"
         in pool.run(refused, 2, (4, 1), {})[0]
     )
     mics = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
-    assert "have other experts" in pool.run(refused, 2, (2, 2), mics)[0]
+    assert "hold different experts" in pool.run(refused, 2, (2, 2), mics)[0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"num_experts": 3, "ep_size": 2}, "is not divisible by ep_size"),
-        ({"num_experts": 2, "k": 3}, "k is 3, and there are 2 experts"),
+        ({"num_experts": 2, "k": 3}, "k is 3, but there are 2 experts"),
         ({"ep_size": 0}, "ep_size is 0"),
         ({"min_capacity": None}, "min_capacity is None"),
         ({"capacity_factor": -1.0}, "capacity_factor is -1.0"),
-        ({"noisy_gate_policy": "RSsample"}, "noisy_gate_policy 'RSsample' is unknown"),
-        ({"enable_expert_tensor_parallelism": True}, "experts are not split"),
+        ({"noisy_gate_policy": "RSsample"}, "unknown noisy_gate_policy 'RSsample'"),
+        ({"enable_expert_tensor_parallelism": True}, "tensor parallelism of experts is not supported"),
     ],
 )
 def test_wrong_arguments_are_said(arguments: dict[str, Any], words: str) -> None:

@@ -42,10 +42,10 @@ def test_two_layers(add_bias: bool) -> None:
 
 def test_chunks_are_whole() -> None:
     x, w1, b1 = weights((LENGTH, BATCH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN,))
-    with pytest.raises(ArgumentsError, match="8 tokens are not a whole number of chunks of 3"):
+    with pytest.raises(ArgumentsError, match="8 tokens cannot be split evenly into chunks of 3"):
         FPDT_FFN.apply(x, w1, b1, w1, b1, True, 3)
     args = SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=4)
-    with pytest.raises(ArgumentsError, match="8 tokens in chunks of 4 cannot be dealt out to 3 ranks"):
+    with pytest.raises(ArgumentsError, match="8 tokens in chunks of 4 cannot be split evenly over 3 ranks"):
         FPDT_InputConstruct(torch.zeros(1, 8), None, None, None, None, args, 3, 0)
 
 
@@ -67,7 +67,7 @@ def test_many_chunks_round_no_more_than_one() -> None:
     found[1] += torch.autograd.grad(losses[1].sum(), w1)
     for one, many in zip(*found, strict=True):
         assert (one.float() - many.float()).norm() <= 0.01 * one.float().norm()
-    with pytest.raises(ArgumentsError, match="1024 tokens are not 3 chunks of one size"):
+    with pytest.raises(ArgumentsError, match="1024 tokens cannot be split into 3 equal chunks"):
         FPDT_LogitsLoss.apply(x, (x[..., 0].t() > 0).long(), w1, 0, 1, None, 3)
 
 
@@ -148,7 +148,7 @@ def check_attention(ctx: RankContext) -> None:
         FPDT_Attention(config, qkv, bias, dense, None, dist.group.WORLD, chunk_size=3)(mine, None, None, None)
     if ranks == 2:
         config.num_key_value_heads = 1
-        with pytest.raises(ArgumentsError, match="1 of keys cannot be dealt out to 2 ranks"):
+        with pytest.raises(ArgumentsError, match="1 key heads cannot be split evenly over 2 ranks"):
             FPDT_Attention(config, qkv, bias, dense, None, dist.group.WORLD)
 
 

@@ -12,7 +12,7 @@ from launcher.errors import ArgumentsError, ConfigError
 from launcher.integrations import files
 from launcher.integrations.config_model import DeepSpeedConfigModel
 from launcher.integrations.configuration import DeepSpeedConfig
-from launcher.integrations.sections import DeepSpeedZeroConfig
+from launcher.integrations.sections import DeepSpeedZenFlowConfig, DeepSpeedZeroConfig
 
 
 class Inner(DeepSpeedConfigModel):
@@ -33,8 +33,8 @@ class Settings(DeepSpeedConfigModel):
 def test_a_field_that_was_replaced_gives_its_value(caplog: pytest.LogCaptureFixture) -> None:
     made = Settings(word="a", size=3)
     assert made.words == ["a"] and made.inner.size == 3 and not hasattr(made, "word")
-    assert "word is deprecated; write words" in caplog.text
-    with pytest.raises(ArgumentsError, match="both given"):
+    assert "word is deprecated; use words" in caplog.text
+    with pytest.raises(ArgumentsError, match=r"both .* and its replacement .* are given"):
         Settings(word="a", words=["b"])
 
 
@@ -70,5 +70,12 @@ def test_files_of_ranks_come_in_their_order(tmp_path: Path) -> None:
     assert files.get_model_state_file(directory, 2) == str(tmp_path / "mp_rank_00_model_states.pt")
     assert Path(files.get_model_state_file(directory, 3)).name.startswith("zero_pp_rank_0")
     assert len(files.get_model_state_files(directory)) == 2
-    with pytest.raises(FileNotFoundError, match="a checkpoint of this engine has other files"):
+    with pytest.raises(FileNotFoundError, match="a checkpoint of this engine has different files"):
         files.get_optim_files(str(tmp_path / "none"))
+
+
+def test_zenflow_is_a_section_of_its_own() -> None:
+    """DeepSpeed's class of that name, by which scripts ask what they were given."""
+    zero = DeepSpeedZeroConfig(stage=2, zenflow={"topk_ratio": 0.25, "select_interval": 4})
+    assert isinstance(zero.zenflow, DeepSpeedZenFlowConfig)
+    assert (zero.zenflow.topk_ratio, zero.zenflow.select_interval) == (0.25, 4)

@@ -81,7 +81,7 @@ def test_an_optimizer_is_of_the_class_of_its_stage(pool: WorkerPool) -> None:
 def test_what_is_no_engine_s_is_of_none_and_none_is_made_by_hand() -> None:
     plain = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     assert not isinstance(plain, ZeROOptimizer)
-    with pytest.raises(LauncherError, match="FP16_UnfusedOptimizer cannot be made"):
+    with pytest.raises(LauncherError, match="FP16_UnfusedOptimizer cannot be instantiated"):
         optimizer_kinds.FP16_UnfusedOptimizer(plain)
 
 

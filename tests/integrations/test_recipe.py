@@ -14,7 +14,7 @@ RECIPE = ROOT / "recipes" / "hf_trainer.py"
 
 def test_the_guide_shows_the_recipe() -> None:
     page = (ROOT / "docs" / "guides" / "trainer.md").read_text()
-    shown = re.search(r"hf_trainer\.py`, all of it:\n\n```python\n(.*?)```", page, re.DOTALL)
+    shown = re.search(r"hf_trainer\.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
     assert shown is not None
     assert RECIPE.read_text().partition('"""\n\n')[2] == shown[1]
 

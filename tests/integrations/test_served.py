@@ -79,10 +79,10 @@ def test_a_cpu_answers_what_is_asked_of_an_accelerator() -> None:
     first = torch.rand(3)
     device.set_rng_state(state)
     assert torch.equal(torch.rand(3), first)
-    with pytest.raises(NotHere, match="captures no graphs"):
+    with pytest.raises(NotHere, match="no graph was captured"):
         device.replay_graph(None)
     with pytest.raises(
-        NotHere, match=r"get_accelerator\(\).build_extension is not available: DeepSpeed's C\+\+"
+        NotHere, match=r"get_accelerator\(\).build_extension is not available: .* DeepSpeed's C\+\+"
     ):
         device.build_extension  # noqa: B018
     assert not hasattr(device, "op_builder_dir")
@@ -343,7 +343,7 @@ def test_random_numbers_of_a_stream_of_their_own() -> None:
     assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(2), torch.rand(2)]).to(first.device))
     with pytest.raises(LauncherError, match="seed 5"):
         tracker.add("other", 5)
-    with pytest.raises(LauncherError, match="no random state"), tracker.fork("unknown"):
+    with pytest.raises(LauncherError, match="has no state named"), tracker.fork("unknown"):
         pass
 
 
@@ -376,7 +376,7 @@ def test_a_linear_layer_in_tiles_is_the_layer() -> None:
     apart = TiledLinearReturnBias(10, 7, in_splits=2, out_splits=2, linear_cls=Apart, init_linear=whole)
     product, bias = apart(x)
     torch.testing.assert_close(product + bias, whole(x))
-    with pytest.raises(ConfigError, match="out_splits: 8") as caught:
+    with pytest.raises(ConfigError, match="out_splits: 7 features cannot be split into 8") as caught:
         TiledLinear(10, 7, out_splits=8)
     assert isinstance(caught.value, RuntimeError)
 
@@ -503,7 +503,7 @@ def put_away(ctx: RankContext) -> list[Any]:
     engine.set_train_micro_batch_size(2)
     found.append(engine.get_batch_info())
     found.append(len(engine.deepspeed_io(list(range(8)))))
-    with pytest.raises(AttributeError, match="gradients of embeddings are dense here"):
+    with pytest.raises(AttributeError, match="gradients of embeddings are always dense"):
         engine.sparse_allreduce  # noqa: B018
     with pytest.raises(ConfigError, match="stage 3 shards them"):
         engine.module_state_dict()

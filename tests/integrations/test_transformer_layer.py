@@ -55,7 +55,7 @@ def test_it_is_that_of_transformers() -> None:
     want = want[0] if isinstance(want, tuple) else want
     torch.testing.assert_close(ours(x, mask), want)
     torch.testing.assert_close(ours(x, mask == 0), want)
-    with pytest.raises(ArgumentsError, match="the mask is of torch"):
+    with pytest.raises(ArgumentsError, match="the mask has dtype torch"):
         ours(x, torch.ones(2, 5, dtype=torch.int64))
 
 

@@ -196,5 +196,5 @@ def with_other_slices(ctx: RankContext) -> None:
 
 
 def test_slices_that_are_no_equal_ones_are_refused(pool: WorkerPool) -> None:
-    with pytest.raises(Exception, match="share a sequence, and have slices"):
+    with pytest.raises(Exception, match="share a sequence, but were called with slices of unequal"):
         pool.run(with_other_slices, 2)

@@ -61,7 +61,7 @@ def test_bad_config_file_is_named(tmp_path: Path, content: str, part: str) -> No
 
 
 def test_missing_path_and_directory_without_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no file or directory"):
+    with pytest.raises(ConfigError, match="No such file or directory"):
         load_config(str(tmp_path / "absent" / "config.json"))
     with pytest.raises(ConfigError, match=r"no config\.json"):
         load_config(str(tmp_path))
@@ -74,8 +74,8 @@ def test_hub_name_that_cannot_be_had_is_a_config_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
     monkeypatch.setattr(hub, "_OFFLINE", ())
     for reachable, words in (
-        (True, "the Hugging Face Hub gave: no network"),
-        (False, f"{hub.HUB} cannot be reached"),
+        (True, "could not be loaded from the Hugging Face Hub: no network"),
+        (False, f"could not be loaded from the Hugging Face Hub: {hub.HUB} cannot be reached"),
     ):
         monkeypatch.setattr(hub, "_has_address", lambda _, known=reachable: known)
         with pytest.raises(ConfigError, match=rf"some/model.*{words}"):

@@ -199,5 +199,5 @@ def test_parameter_that_nobody_initialises_is_named() -> None:
 
 def test_still_on_meta_is_an_error() -> None:
     model = build_on_meta(config_of("llama"))
-    with pytest.raises(LauncherError, match="meta device"):
+    with pytest.raises(LauncherError, match="meta device and cannot be initialised"):
         initialize_module(model, "model.norm", model.model.norm, 1)

@@ -59,9 +59,9 @@ def test_rates_and_utilisation_of_the_whole_step() -> None:
     found = lines(text())
     assert found["forward"] == "100.00 TFLOPs, 200.00 ms, 500.00 TFLOP/s"
     assert found["backward"] == "300.00 TFLOPs, 700.00 ms, 428.57 TFLOP/s"
-    assert found["whole step of a rank"] == "400.00 TFLOPs, 1000.00 ms, 400.00 TFLOP/s"
-    assert found["waiting for reductions in it"] == "50.00 ms"
-    assert found["samples of all ranks"] == "16.00 /s"
+    assert found["step of a rank, in total"] == "400.00 TFLOPs, 1000.00 ms, 400.00 TFLOP/s"
+    assert found["of which waiting for reductions"] == "50.00 ms"
+    assert found["samples over all ranks"] == "16.00 /s"
     # 400 TFLOP/s run, of which 100 were done twice.
     assert found["model FLOPs utilisation (MFU)"].startswith("30.0% of 1.00 PFLOP/s")
     assert lines(text(peak=None))["model FLOPs utilisation (MFU)"] == "peak unknown"

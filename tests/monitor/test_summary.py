@@ -145,7 +145,7 @@ def test_the_estimate_stands_beside_what_was_measured(
     assert summary["estimate"][0] == json.loads((tmp_path / "s.json").read_text())["estimate"][0]
     rows = dict(_rows(summary))
     assert rows["optimizer state (max over ranks)"] == "0.0 MiB (estimated 0.0)"
-    assert rows["what a step adds (max over ranks)"] == f"4.0 MiB{word} (estimated 3.0)"
+    assert rows["increase during a step (max over ranks)"] == f"4.0 MiB{word} (estimated 3.0)"
     assert rows["peak memory (max over ranks)"] == f"300.0 MiB{peak}"
 
 
@@ -153,4 +153,4 @@ def test_a_run_that_cannot_be_estimated_says_why(tmp_path: Path) -> None:
     summary = write(tmp_path / "s.json", estimate="ConfigError: no such model")
     assert summary["estimate"] == "ConfigError: no such model"
     assert dict(_rows(summary))["gradients (max over ranks)"] == "0.0 MiB"
-    assert "what a step adds (max over ranks)" not in dict(_rows(summary))  # no third step
+    assert "increase during a step (max over ranks)" not in dict(_rows(summary))  # no third step

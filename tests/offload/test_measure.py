@@ -62,7 +62,7 @@ def test_the_command_writes_a_section_that_the_launcher_reads(
     section = json.loads(out.read_text())
     config = load({"train_batch_size": 1, **section})
     assert config.aio.block_size in measure.BLOCKS and config.aio.queue_depth in measure.IN_FLIGHT
-    assert main(argv) == 2 and "already there" in capsys.readouterr().err
+    assert main(argv) == 2 and "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,9 @@ def test_a_disk_that_fills_up(tier: NvmeTier) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
     try:
-        with pytest.raises(OffloadError, match=r"allocating 4,194,304 bytes for b failed: .*grow so large"):
+        with pytest.raises(
+            OffloadError, match=r"allocating 4,194,304 bytes for b failed: .*exceed the size limit"
+        ):
             tier.write("b", torch.zeros(MIB))
         with pytest.raises(OffloadError, match=r"reserving 4,194,304 bytes failed"):
             tier.reserve(4 * MIB)
@@ -191,7 +193,7 @@ def test_a_disk_that_fills_up(tier: NvmeTier) -> None:
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(errno.ENOSPC, "disk is full"), (errno.EDQUOT, "quota"), (errno.EIO, "reports an error")],
+    [(errno.ENOSPC, "disk is full"), (errno.EDQUOT, "quota"), (errno.EIO, "I/O error of the disk")],
 )
 def test_an_error_while_writing(
     tier: NvmeTier, number: int, words: str, monkeypatch: pytest.MonkeyPatch
@@ -231,7 +233,7 @@ def test_without_direct_io_it_is_said_and_works(
     monkeypatch.setattr(os, refused, refuses_once)
     monkeypatch.setattr("launcher.offload.aio.logger.propagate", True)
     tier = NvmeTier(tmp_path)
-    assert "refuses direct I/O" in caplog.text
+    assert "does not support O_DIRECT" in caplog.text
     values = written(tier, "a")
     tier.read("a", into := torch.empty_like(values)).result()
     assert torch.equal(into, values)
@@ -279,10 +281,10 @@ def test_what_a_killed_job_leaves_is_removed_at_the_next_start(
     (tmp_path / "launcher-offload-elsewhere-rank0-x").mkdir()
     (tmp_path / "something.else").touch()
     tier = NvmeTier(tmp_path)
-    assert "removed 4,194,304 bytes that crashed jobs left" in caplog.text
+    assert "removed 4,194,304 bytes left by crashed jobs" in caplog.text
     assert not left.pop().exists() and living.file.exists() and (tmp_path / "something.else").exists()
     assert (tmp_path / "launcher-offload-elsewhere-rank0-x").exists()
-    assert "another machine's job" in caplog.text
+    assert "a job of another machine" in caplog.text
     living.close()
     tier.close()
 

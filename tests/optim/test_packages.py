@@ -42,7 +42,7 @@ def without(ctx: RankContext, kind: str) -> str:
 def test_without_the_package(pool: WorkerPool, kind: str) -> None:
     (said,) = pool.run(without, 1, kind)
     package = "bitsandbytes" if kind in EIGHT_BIT else "mup"
-    assert f"{kind} comes from the package {package}" in said and f"pip install {package}" in said
+    assert f"{kind} requires the package {package}" in said and f"pip install {package}" in said
     assert "optimizer.type" in said
 
 

@@ -29,11 +29,13 @@ def test_options_follow_the_parameters(names: list[list[str]], found: list[int])
 
 
 def test_other_groups_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"param group 0 were in the groups 1 and 2.*lr 1\.0 and 3\.0"):
+    with pytest.raises(
+        CheckpointError, match=r"param group 0 were in param groups 1 and 2.*lr 1\.0 and 3\.0"
+    ):
         saved_groups(SAVED, [["z", "w"], ["x", "y"]])
-    with pytest.raises(CheckpointError, match="has 3 param groups, not 2"):
+    with pytest.raises(CheckpointError, match="has 3 param groups, but this run has 2"):
         saved_groups(SAVED, [["x"], ["unknown"]])
-    with pytest.raises(CheckpointError, match="has 3 param groups, not 1"):
+    with pytest.raises(CheckpointError, match="has 3 param groups, but this run has 1"):
         saved_groups({"param_groups": SAVED["param_groups"]}, [["x"]])
     assert saved_groups({"param_groups": SAVED["param_groups"]}, [["w"], ["x"], ["z"]]) == [0, 1, 2]
 

@@ -24,21 +24,20 @@ INTRODUCTION = """\
 
 <!-- Made by `python -m tests.pages`; edit the docstrings in launcher/config/ instead. -->
 
-Every key of a DeepSpeed JSON, as DeepSpeed 0.19.8 reads it, and what becomes of it here. `launch check DS.json` says
-the same of one file, key by key; `launch check --explain` shows what every `"auto"` and every default became.
+Every key of a DeepSpeed JSON, as DeepSpeed 0.19.8 reads it, and how launcher handles it. `launch check DS.json` reports
+the same for one file, key by key; `launch check --explain` shows the value of every `"auto"` and every default.
 
-- The file is read as Hjson, as DeepSpeed reads it: comments (`//`, `#`, `/* */`), missing and trailing commas, and
-  texts without quotes are fine. A text under a name for comments (`_comment`, `//`, `note`, ...) is a comment.
-- 5e8 is a whole number, and a number may stand in quotes (`"1e-3"`). `true` and `false` may be written
-  as 1 and 0, and as `"true"`, `"yes"` or `"on"` and their opposites.
-- Any value may be `"auto"`: the run gives it, or it has its default. `null` has the default.
-- An unknown key is an error that names the nearest one. So is a value that cannot be, and a combination that cannot
-  mean what it says ([the table](#combinations)). All mistakes of a file are reported at once, each with line
-  and column.
-- A key at the top level that is far from every known one is a script's own: a warning names it, and nothing reads it.
-- Obsolete keys are [converted](#obsolete-keys), each with a line that says so; `launch check --migrate` writes the new
-  file.
-- What is [not implemented](#keys-that-are-refused) is refused when it is asked for, and fine while it is off.
+- The file is read as Hjson, as in DeepSpeed: comments (`//`, `#`, `/* */`), missing and trailing commas, and unquoted
+  strings are allowed. A string under a key named for comments (`_comment`, `//`, `note`, ...) is a comment.
+- 5e8 is an integer, and a number may be a string (`"1e-3"`). `true` and `false` may be written as 1 and 0, and as
+  `"true"`, `"yes"`, `"on"` and their opposites.
+- Any value may be `"auto"`: the run sets it, or the default is used. `null` means the default.
+- An unknown key is an error that names the nearest valid one. Invalid values and contradictory combinations
+  ([the table](#combinations)) are errors too. All errors of a file are reported at once, each with line and column.
+- A top-level key that resembles no known key counts as the script's own: a warning names it, and launcher ignores it.
+- Obsolete keys are [converted](#obsolete-keys), and each conversion is reported; `launch check --migrate` writes the
+  new file.
+- A feature that is [not implemented](#keys-that-are-refused) is refused if it is enabled, and accepted if it is off.
 """
 
 
@@ -121,7 +120,7 @@ def _type(kind: Any) -> str:
         return f"list of {len(parts)} numbers" if len(parts) > 1 else f"list of {_plural(parts[0])}"
     if origin is dict or kind is dict or (isinstance(kind, type) and issubclass(kind, Section)):
         return "object"
-    return {int: "whole number", float: "number", bool: "true/false", str: "text"}.get(kind, "any")
+    return {int: "integer", float: "number", bool: "boolean", str: "string"}.get(kind, "any")
 
 
 def _plural(kind: Any) -> str:
@@ -155,7 +154,7 @@ class _Name(str):
 def _combinations() -> str:
     lines = [
         "## Combinations\n",
-        "Refused before anything starts.\n",
+        "These combinations are refused before the run starts.\n",
         "| keys | what | instead |",
         "|---|---|---|",
     ]
@@ -168,7 +167,7 @@ def _combinations() -> str:
 
 
 def _obsolete() -> str:
-    lines = ["## Obsolete keys\n", "Read as what replaced them, with a line that says so.\n"]
+    lines = ["## Obsolete keys\n", "Converted to their replacements; each conversion is reported.\n"]
     lines += ["| written | read as |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{old}` | {new} |" for old, new in converted_paths()), ""])
 
@@ -176,14 +175,14 @@ def _obsolete() -> str:
 def _refused() -> str:
     lines = [
         "## Keys that are refused\n",
-        "Known keys that are an error unless they have the neutral value, but for those that have no effect.\n",
+        "These known keys are errors unless they have the neutral value; those without an effect are accepted.\n",
     ]
-    lines += ["| key | what it is for | neutral value | status |", "|---|---|---|---|"]
+    lines += ["| key | purpose | neutral value | status |", "|---|---|---|---|"]
     status = {
         "later": "not implemented",
         "old": "DeepSpeed dropped it",
         "ignored": "DeepSpeed ignores it",
-        "idle": "taken, no effect",
+        "idle": "accepted, no effect",
     }
     for path, known in _leaves(known_keys(), ""):
         neutral = ", ".join(f"`{_json(value)}`" for value in known.neutral)

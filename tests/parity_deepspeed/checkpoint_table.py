@@ -21,14 +21,16 @@ PLACE = "LAUNCHER_CHECKPOINT_TABLE"
 TESTS = ("test_checkpoints.py", "test_split_checkpoints.py", "test_exports.py")
 _INTRODUCTION = """# Checkpoints exchanged with DeepSpeed: what was tested
 
-[Coming from DeepSpeed](migration.md#checkpoints) describes how to continue from a checkpoint. This page lists the tests.
+[Coming from DeepSpeed](migration.md#checkpoints) describes how to continue from a checkpoint. This page lists the
+tests.
 
-A run of the real DeepSpeed 0.19.8 makes {before} steps, saves, and makes {after} more. launcher loads the checkpoint, with the same and
-other world sizes and at other ZeRO stages, and makes the same {after} steps. Weights are bit-identical wherever DeepSpeed's own
-tools read them back (they do not read experts), and so are the moments of stage 3; moments of other stages are compared by
-the steps that follow. The last column has the largest relative difference of a loss, over all ranks and continuations. "2 at
-+1" means two ranks, at the next stage; after stage 3 comes stage 0. In the last rows launcher saves and exports, and
-DeepSpeed continues. `python -m tests.parity_deepspeed.checkpoint_table` runs the tests and writes the {cells} rows.
+A run of the real DeepSpeed 0.19.8 makes {before} steps, saves, and makes {after} more. launcher loads the checkpoint,
+with the same and other world sizes and at other ZeRO stages, and makes the same {after} steps. Weights are
+bit-identical wherever DeepSpeed's own tools read them back (they do not read experts), and so are the moments of
+stage 3; moments of other stages are compared by the steps that follow. The last column has the largest relative
+difference of a loss, over all ranks and continuations. "2 at +1" means two ranks, at the next stage; after stage 3
+comes stage 0. In the last rows launcher saves and exports, and DeepSpeed continues. `python -m
+tests.parity_deepspeed.checkpoint_table` runs the tests and writes the {cells} rows.
 
 | what | written | on ranks | goes on | largest difference |
 |---|---|---|---|---|

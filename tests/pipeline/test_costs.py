@@ -64,7 +64,7 @@ def test_the_head_takes_blocks_from_the_last_stage() -> None:
     assert deal(model_costs(model, "best", sequence=SEQUENCE), 2) == [0, 5, 8]
     assert deal(model_costs(model, "parameters"), 2) == [0, 4, 8]  # the embedding weighs as much as the head
     assert deal(model_costs(model, "uniform"), 8) == list(range(9))
-    with pytest.raises(ConfigError, match="8 layers cannot be divided among 9 stages"):
+    with pytest.raises(ConfigError, match="8 layers cannot be split into 9 stages"):
         deal(model_costs(model, "uniform"), 9)
 
 
@@ -86,7 +86,7 @@ def test_what_was_measured_is_taken() -> None:
 
 
 def test_what_cannot_be_dealt_out() -> None:
-    with pytest.raises(ConfigError, match="Linear cannot be cut into stages: it has no list"):
+    with pytest.raises(ConfigError, match="Linear cannot be split into pipeline stages: it has no list"):
         model_costs(nn.Linear(2, 2), "uniform")
     with pytest.raises(ConfigError, match="unknown partition method 'bset'"):
         model_costs(meta(), "bset")

@@ -45,7 +45,7 @@ def test_a_refusal_says_why_and_what_to_do(kind: str) -> None:
     with pytest.raises(ConfigError) as error:
         parts_of(tiny_model(kind, seed=0))
     assert UNCUTTABLE[kind] in str(error.value)
-    assert "PipelineModule" in str(error.value) and "delete the section" in str(error.value)
+    assert "PipelineModule" in str(error.value) and "remove the section" in str(error.value)
 
 
 # ---- models of our own, stage by stage in this process -------------------------------------------
@@ -139,8 +139,8 @@ def test_what_later_blocks_need_goes_with_the_states(way: str, sent: int, times:
 @pytest.mark.parametrize(
     ("way", "why"),
     [
-        ("sums", "made of outputs of blocks on several stages"),
-        ("late", "what runs after the blocks uses more than the output of the last one"),
+        ("sums", "computed from outputs of blocks on several stages"),
+        ("late", "the modules after the blocks use more than the output of the last block"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(way: str, why: str) -> None:

@@ -46,8 +46,8 @@ def test_measured_costs_predict_the_run_that_they_are_of(name: str) -> None:
     [
         ({"kind": "X"}, "X"),
         ({"kind": "SEND_F"}, "not a compute action"),
-        ({"rank": -1}, "rank -1 of 3"),
-        ({"stage": 6}, "stage 6 of 6"),
+        ({"rank": -1}, "rank -1 is out of range for 3"),
+        ({"stage": 6}, "stage 6 is out of range for 6"),
         ({"end": -2}, "ends at -2"),
         ({"start": "soon"}, "soon"),
     ],
@@ -58,14 +58,14 @@ def test_a_wrong_record_is_refused(tmp_path: Path, change: dict[str, object], wo
     record = json.loads(path.read_text())
     record["actions"][3] |= change
     path.write_text(json.dumps(record))
-    with pytest.raises(LauncherError, match=f"not a record of a pipeline step.*{words}"):
+    with pytest.raises(LauncherError, match=f"not a recorded pipeline step.*{words}"):
         read(path)
     record["actions"] = [row for row in record["actions"] if row["rank"] == 0 and row["kind"] == "F"]
     path.write_text(json.dumps(record | {"actions": []}))
     with pytest.raises(LauncherError, match=r"no actions of ranks \[0, 1, 2\]"):
         read(path)
     path.write_text("{}")
-    with pytest.raises(LauncherError, match="no 'stages'"):
+    with pytest.raises(LauncherError, match="missing key 'stages'"):
         read(path)
     with pytest.raises(LauncherError, match="cannot read"):
         read(tmp_path / "none.json")

@@ -117,7 +117,7 @@ def test_nothing_is_built_before_it_is_known_where() -> None:
     module = PipelineModule([LayerSpec(Costly), nn.ReLU()], num_stages=2)
     assert len(module) == 2 and not list(module.parameters()) and "Costly" in repr(LayerSpec(Costly))
     module.build(1, 2)
-    with pytest.raises(LauncherError, match="no layers of its own"):
+    with pytest.raises(LauncherError, match="a PipelineModule cannot be called directly"):
         module(INPUTS)
 
 
@@ -238,18 +238,18 @@ def test_groups_of_layers_are_recomputed() -> None:
 SHARED = nn.Linear(2, 2)
 WITH_SHARED = nn.Sequential(SHARED, nn.ReLU())
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: LayerSpec(len), "is not a class of nn.Module"),  # type: ignore[arg-type]
+    (lambda: LayerSpec(len), "is not a subclass of nn.Module"),  # type: ignore[arg-type]
     (lambda: PipelineModule(["linear"]), "layer 0 is 'linear'"),
     (lambda: PipelineModule([PipelineModule([nn.ReLU()])]), "layer 0 is a PipelineModule"),
     (lambda: PipelineModule([TiedLayerSpec("a", nn.Linear, 1, 1), TiedLayerSpec("a", nn.Embedding, 1, 1)]),
-     "are a Linear and a Embedding"),
-    (lambda: PipelineModule([TiedLayerSpec("a", nn.ReLU)]).build(0, 1), "no weight 'weight' to tie by 'a'"),
+     "have different classes: Linear and Embedding"),
+    (lambda: PipelineModule([TiedLayerSpec("a", nn.ReLU)]).build(0, 1), "no weight 'weight' to tie with key 'a'"),
     (lambda: PipelineModule([SHARED, WITH_SHARED]), "layer 1 shares its parameter 0.weight with layer 0"),
     (lambda: PipelineModule([nn.ReLU()], loss_fn=nn.Linear(1, 1)), "has parameters"),
     (lambda: PipelineModule([nn.ReLU()], num_stages=0), "num_stages is 0"),
     (lambda: PipelineModule([nn.ReLU()], partition_method="profil"), "unknown partition method 'profil'"),
-    (lambda: PipelineModule([nn.ReLU()]).build(0, 2), "not among the 1"),
-    (lambda: PipelineModule([nn.ReLU()], num_stages=2).boundaries(2), "1 layer cannot be divided among 2 stages"),
+    (lambda: PipelineModule([nn.ReLU()]).build(0, 2), "layers 0 to 1 are out of range"),
+    (lambda: PipelineModule([nn.ReLU()], num_stages=2).boundaries(2), "1 layer cannot be split into 2 stages"),
 ]  # fmt: skip
 
 

@@ -325,6 +325,6 @@ def bad_rows(ctx: RankContext) -> list[str]:
 
 
 def test_batches_without_a_loss(pool: WorkerPool) -> None:
-    words = ("returns no loss", "returns no loss", "a batch is a dict of inputs")
+    words = ("returns no loss", "returns no loss", "the batch is a dict of inputs")
     for word, text in zip(words, pool.run(bad_rows, 1)[0], strict=True):
         assert word in text

@@ -53,7 +53,9 @@ def test_a_swap_against_a_dependency_is_found(name: str, chunks: int | None) -> 
                     continue
                 wrong = list(actions)
                 wrong[first], wrong[second] = wrong[second], wrong[first]
-                with pytest.raises(LauncherError, match=rf"rank {rank}: .* comes before .*, which it needs"):
+                with pytest.raises(
+                    LauncherError, match=rf"rank {rank}: .* comes before .*, on which it depends"
+                ):
                     check(with_rank(made, rank, wrong))
                 swapped += 1
     assert swapped >= 12
@@ -144,7 +146,7 @@ def test_a_slow_stage_sets_the_pace() -> None:
     timeline = simulate(made, costs)
     assert timeline.busy == (48, 48, 96, 48)
     assert 96 + 2 * 3 < timeline.total < 96 + 16
-    with pytest.raises(LauncherError, match="3 virtual stages for a schedule that has 4"):
+    with pytest.raises(LauncherError, match="3 virtual stages, but the schedule has 4"):
         simulate(made, MicrobatchCosts.even(3, 1, 1, 1))
 
 

@@ -311,10 +311,12 @@ def name_others(ctx: RankContext) -> None:
     mine, other = (named[place.format(layer)] for layer in ((0, 3) if ctx.rank == 0 else (3, 0)))
     with GatheredParameters([mine]):
         assert mine.shape == shapes[place.format(0)]
-    said = rf"layers\.\d\.mlp\.up_proj\.weight is on pipeline stage {1 - ctx.rank}, and this rank is stage {ctx.rank}"
+    said = rf"layers\.\d\.mlp\.up_proj\.weight is on pipeline stage {1 - ctx.rank}, but this rank is stage {ctx.rank}"
     with pytest.raises(ElsewhereError, match=said), GatheredParameters([mine, other]):
         pass
-    with pytest.raises(ElsewhereError, match=rf"on pipeline stage {1 - ctx.rank}: its 'mlp' is not here"):
+    with pytest.raises(
+        ElsewhereError, match=rf"on pipeline stage {1 - ctx.rank}: 'mlp' is not available on this rank"
+    ):
         getattr(model.model.layers[3 - 3 * ctx.rank], "mlp")  # noqa: B009
     gone = weakref.ref(other)
     del named, other, engine

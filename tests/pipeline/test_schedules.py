@@ -129,10 +129,10 @@ def test_steps_that_do_not_drain(name: str) -> None:
         (("1f2b", 2, 2), "gpipe, 1f1b, interleaved, zb-h1, zbv, pipedream, 2bw"),
         (("1f1b", 0, 2), "stages is 0"),
         (("1f1b", 2, 0), "microbatches is 0"),
-        (("1f1b", 2, 2, 2), "1f1b has 1 chunks a rank, not 2"),
-        (("zbv", 2, 2, 3), "zbv has 2 chunks a rank, not 3"),
+        (("1f1b", 2, 2, 2), "1f1b has 1 chunks per rank, not 2"),
+        (("zbv", 2, 2, 3), "zbv has 2 chunks per rank, not 3"),
         (("interleaved", 2, 2, 1), '"1f1b"'),
-        (("2bw", 4, 3), "4 microbatches or more"),
+        (("2bw", 4, 3), "at least 4 microbatches"),
     ],
 )
 def test_misuse_says_what_to_write(asked: tuple[str, int, int], words: str) -> None:

@@ -37,14 +37,14 @@ def test_groups_along_an_axis() -> None:
 
 def test_wrong_axes_and_coordinates() -> None:
     for axes, dims in ((["a"], [1, 2]), (["a", "a"], [1, 1]), (["a"], [0])):
-        with pytest.raises(ConfigError, match="is not possible"):
+        with pytest.raises(ConfigError, match="invalid topology: axes"):
             ProcessTopology(axes, dims)
     topology = PipeDataParallelTopology(2, 2)
-    with pytest.raises(ConfigError, match="does not name the axes pipe, data"):
+    with pytest.raises(ConfigError, match="needs the axes pipe, data"):
         topology.get_rank(pipe=0)
-    with pytest.raises(ConfigError, match="lies outside"):
+    with pytest.raises(ConfigError, match="is out of range for"):
         topology.get_rank(pipe=2, data=0)
-    with pytest.raises(ConfigError, match="no rank 4 among 4"):
+    with pytest.raises(ConfigError, match="rank 4 is out of range: the topology has 4 ranks"):
         topology.get_coord(4)
 
 
@@ -58,5 +58,5 @@ def test_a_module_takes_its_stages_from_it() -> None:
     with pytest.raises(ConfigError, match="num_stages 4 contradicts the topology"):
         PipelineModule(layers, num_stages=4, topology=PipeDataParallelTopology(2, 1))
     for axes in (["data", "pipe"], ["data"], ["pipe", "expert"]):
-        with pytest.raises(ConfigError, match="cannot be laid out"):
+        with pytest.raises(ConfigError, match="unsupported topology axes"):
             PipelineModule(layers, topology=ProcessTopology(axes, [1] * len(axes)))

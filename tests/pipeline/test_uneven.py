@@ -114,5 +114,5 @@ def test_blocks_are_recomputed_one_by_one(pool: WorkerPool) -> None:
     names = []
     for of_rank, refused in pool.run(recomputed, 2):
         names += of_rank
-        assert "called one by one" in refused and "activation_checkpointing" in refused
+        assert "calls its blocks one by one" in refused and "activation_checkpointing" in refused
     assert sorted(names) == [f"{BLOCK}{i}" for i in range(4)]

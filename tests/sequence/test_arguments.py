@@ -155,14 +155,14 @@ def with_other_embeddings(engine: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "a cache": (by_hand, "keep no cache"),
+    "a cache": (by_hand, "no KV cache is kept for a sharded sequence"),
     "a mask": (with_another_mask, r"attention_mask is a tensor of shape \(2, 20\)"),
     "positions": (with_three_positions, r"position_ids is a tensor of shape \(3, 2, 23\)"),
-    "attentions": (with_attentions, "asked for output_attentions"),
-    "pixels": (with_pixels, "gets pixel_values"),
-    "padding": (padded, "counts the positions of a padded batch"),
+    "attentions": (with_attentions, "called with output_attentions, of which each rank computes only a part"),
+    "pixels": (with_pixels, "called with pixel_values"),
+    "padding": (padded, "computes position_ids from the padding mask"),
     "noise": (with_noise, "neftune_noise_alpha"),
-    "embeddings": (with_other_embeddings, "got different inputs"),
+    "embeddings": (with_other_embeddings, "received different inputs"),
 }
 
 
@@ -210,7 +210,11 @@ def test_documents_that_would_see_each_other_on_one_rank_are_told_of(
 ) -> None:
     """transformers looks for documents only where there is no cache; gpt-oss never does."""
     first, second = pool.run(packed, 2, family, cache)
-    assert len(first) == told and all("see each other" in text for text in first) and not second
+    assert (
+        len(first) == told
+        and all("do not attend to each other here, but they do without" in text for text in first)
+        and not second
+    )
 
 
 # ---- a forward of the script's own -------------------------------------------------------------------

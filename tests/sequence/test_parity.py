@@ -127,7 +127,7 @@ def test_ways_to_share(pool: WorkerPool, family: str, case: Case, world: int) ->
 def chosen(ctx: RankContext, config: dict[str, Any], layout: str) -> tuple[int, int]:
     engine: Any = launcher.initialize(model=model_of("one key head"), config=config, device=DEVICE)[0]
     shared = engine.mesh.axes["cp"].degree, engine.mesh.dp.degree
-    assert f"2 share each sequence ({layout}), " in report.ranks(engine)
+    assert f"context parallel 2 ({layout}), " in report.ranks(engine)
     engine.destroy()
     return shared
 

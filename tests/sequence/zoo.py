@@ -33,7 +33,9 @@ VERDICTS = Path(__file__).with_name("verdicts.tsv")
 CONFIG: dict[str, Any] = {"context_parallel": {"ring": 2}}
 TOLERANCE, SMALL = 1e-5, 0.05  # of the largest value of a gradient; no less than 5 % of the model's largest
 WORKS, LENGTH = "works", 15
-SUFFIX = re.compile(r", so (its sequences cannot be shared by|none can be spread over) ranks$")
+SUFFIX = re.compile(
+    r", so (its sequences cannot be sharded \(context parallelism\)|expert parallelism is not possible)$"
+)
 
 
 Watch = Callable[[torch.nn.Module], list[list[Tensor]]]
@@ -56,7 +58,7 @@ def judge(
         wanted = plain(**batch).loss
     except ValueError as error:
         words = str(error)[:60].rpartition(" ")[0]
-        return f"refused: by itself, {words}"
+        return f"refused: even in one process, {words}"
     wanted.backward()
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     config = {
@@ -102,8 +104,8 @@ def _whole_gradient(engine: Any, parameter: torch.nn.Parameter) -> Tensor | None
 def _reason(what: str) -> str:
     """The words of a refusal, without what all have in common, and without losses, whose last digits differ."""
     if "has a loss of" in what:
-        return "the loss of slices is another one"
-    return re.sub(r"^\w+ (?=does|has|takes|gives|cannot|is)", "", SUFFIX.sub("", what))
+        return "the loss with sharded sequences differs"
+    return re.sub(r"^\w+ (?=does|has|passes|cannot|is)", "", SUFFIX.sub("", what))
 
 
 def _compared(

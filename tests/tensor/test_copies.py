@@ -37,8 +37,20 @@ def train(ctx: RankContext, stage: int, rules: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize(
     ("stage", "rules", "words"),
     [
-        (2, [NORM_SEES_A_SLICE], ["q_norm.weight", "differ from rank to rank", '"grad_allreduce": true']),
-        (3, [NORM_SEES_ALL], ["input_layernorm.weight", "the same on all ranks", '"grad_allreduce": false']),
+        (
+            2,
+            [NORM_SEES_A_SLICE],
+            ["q_norm.weight", "differ between ranks but would not be summed", '"grad_allreduce": true'],
+        ),
+        (
+            3,
+            [NORM_SEES_ALL],
+            [
+                "input_layernorm.weight",
+                "identical on all ranks but would be summed",
+                '"grad_allreduce": false',
+            ],
+        ),
         (1, [], []),
     ],
 )

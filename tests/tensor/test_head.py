@@ -217,13 +217,13 @@ class OwnColumns(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (OwnLoss, f"OwnLoss computed a loss itself, on logits of {VOCAB} of {VOCAB}"),
-        (OwnColumns, f"head of OwnColumns gives {VOCAB} columns, and its forward put 50 to its loss"),
+        (OwnLoss, f"OwnLoss computed its own loss, on the logits of only {VOCAB} of {VOCAB}"),
+        (OwnColumns, f"head of OwnColumns computes {VOCAB} columns, but its forward passed 50 to its loss"),
     ],
 )
 def test_a_forward_that_does_something_else_is_told(kind: type[PreTrainedModel], words: str) -> None:
     model = alone(kind(tiny_llama(vocab=VOCAB, layers=1).config))
-    with pytest.raises(LauncherError, match=rf"{words}(.*\n)*.*vocab_parallel_lm_head: false"):
+    with pytest.raises(LauncherError, match=rf"{words}(.*\n)*.*vocab_parallel_lm_head to false"):
         model(IDS, labels=IDS)
 
 
@@ -240,6 +240,8 @@ def test_which_models_need_a_gathered_head() -> None:
     tuples.config.return_dict = False
     assert "config.return_dict is false" in str(wants_gathered_head(tuples))
     patched.forward = patched.forward
-    assert wants_gathered_head(patched) == "forward of this LlamaForCausalLM was replaced"
-    with pytest.raises(LauncherError, match=r"cannot stay split: forward of this.*\n.*gather the output"):
+    assert wants_gathered_head(patched) == "the forward of this LlamaForCausalLM was replaced"
+    with pytest.raises(
+        LauncherError, match=r"logits are not supported: the forward of this.*\n.*gather the output"
+    ):
         alone(patched)

@@ -88,12 +88,16 @@ def test_ranks_hold_their_share(kind: str, changes: Changes, share: float) -> No
 @pytest.mark.parametrize(
     ("kind", "changes", "says"),
     [
-        ("gpt2", {"n_head": 4}, r"attn.num_heads has 4 .* 3 tensor-parallel .*one of 1, 2, 4"),
-        ("bloom", {"n_head": 4}, r"self_attention.num_heads has 4 .*one of 1, 2, 4"),
-        ("llama", {"num_attention_heads": 4}, r"q_proj.weight has 4 .*one of 1, 2, 4"),
-        ("gpt2", {"n_head": 6, "n_embd": 48, "n_inner": 64}, r"mlp.c_fc.weight has 64 "),
-        ("mamba", {}, r"no plan to split a model of type mamba .*layer_specs"),
-        ("bloom", {"slow_but_exact": True}, r"no plan to split a model of type bloom "),
+        (
+            "gpt2",
+            {"n_head": 4},
+            r"attn.num_heads: 4 .* tensor-parallel degree 3\n(.*\n)*.*a degree of 1, 2, 4",
+        ),
+        ("bloom", {"n_head": 4}, r"self_attention.num_heads: 4 (.*\n)*.*a degree of 1, 2, 4"),
+        ("llama", {"num_attention_heads": 4}, r"q_proj.weight: 4 (.*\n)*.*a degree of 1, 2, 4"),
+        ("gpt2", {"n_head": 6, "n_embd": 48, "n_inner": 64}, r"mlp.c_fc.weight: 64 "),
+        ("mamba", {}, r"no tensor-parallel plan for models of type mamba: .*layer_specs"),
+        ("bloom", {"slow_but_exact": True}, r"no tensor-parallel plan for models of type bloom\n"),
     ],
 )
 def test_what_cannot_be_split_is_said(kind: str, changes: Changes, says: str) -> None:
@@ -151,7 +155,7 @@ def test_a_plan_of_the_models_own(pool: WorkerPool) -> None:
     for output, shapes in pool.run(own_plan, 2):
         torch.testing.assert_close(output, want)
         assert shapes == [(4, 4), (4,), (4, 4), (4,)]
-    with pytest.raises(ConfigError, match="styles that are not known: colwse"):
+    with pytest.raises(ConfigError, match="uses unknown styles: colwse"):
         plan_of(_Blocks({"*.up": "colwse"}))
 
 

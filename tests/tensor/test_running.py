@@ -227,4 +227,6 @@ def differing(ctx: RankContext, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_sanity_checks_compare_what_tp_ranks_share(pool: WorkerPool, stage: int) -> None:
     messages = pool.run(differing, 4, stage)
-    assert all(len(told) == 1 and "2 tp ranks hold of unit model.layers.0" in told[0] for told in messages)
+    assert all(
+        len(told) == 1 and "the part of unit model.layers.0 on 2 tp ranks" in told[0] for told in messages
+    )

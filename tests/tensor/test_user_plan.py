@@ -114,11 +114,11 @@ def test_where_a_rule_cuts(
     ("spec", "shape", "why"),
     [
         ({"partition_dim": 2}, (12, 5), "dim 2 is split, but does not exist"),
-        ({"shape": [5, -1]}, (12, 5), "12 is not 5 equal parts"),
-        ({"shape": [[8, 2], -1]}, (13, 5), "another number of elements"),
+        ({"shape": [5, -1]}, (12, 5), "12 cannot be divided into 5 equal parts"),
+        ({"shape": [[8, 2], -1]}, (13, 5), "a different number of elements"),
         ({"shape": [3, -1], "partition_type": "row"}, (12,), "a bias does not have"),
-        ({"shape": [-1, 3, -1], "partition_dim": 1}, (12, 5), "only one size"),
-        ({"shape": [4, 15]}, (12, 5), "does not follow its dims"),
+        ({"shape": [-1, 3, -1], "partition_dim": 1}, (12, 5), "only one -1 can be inferred"),
+        ({"shape": [4, 15]}, (12, 5), "is not compatible with its dims"),
     ],
 )
 def test_a_rule_that_does_not_fit_says_why(spec: dict[str, Any], shape: tuple[int, ...], why: str) -> None:

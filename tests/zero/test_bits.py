@@ -83,9 +83,9 @@ def test_a_bit_that_changes_between_two_steps_is_found_and_named(
         assert len(said) == flips
         for name, victim, text in said:
             if victim == rank:
-                assert f"rank {victim} has other bits in {name} than after the step before" in text
+                assert f"rank {victim} has different bits in {name} than after the previous step" in text
             else:
-                assert f"rank {victim} has other bits in " in text
+                assert f"rank {victim} has different bits in " in text
 
 
 def faulty(due: int, where: float, bit: int) -> Callable[[FlatGradient, Tensor], Tensor]:
@@ -133,7 +133,7 @@ def test_a_wrong_bit_of_a_gradient_is_found_and_named(
     for said in pool.run(wrong_gradients, 2, stage, accumulation, flips):
         assert len(said) == flips
         for victim, text in said:
-            assert f"rank {victim} computed other bits of the gradient of " in text
+            assert f"rank {victim} computed different bits of the gradient of " in text
 
 
 class Noisy(nn.Module):
@@ -191,7 +191,7 @@ def double_unseen(state: Tensor) -> None:
 def test_what_a_program_writes_is_no_fault(pool: WorkerPool) -> None:
     assert pool.run(written, 2, double) == [[], []]
     for said in pool.run(written, 2, double_unseen):
-        assert "A program that writes through tensor.data is not seen" in "".join(said)
+        assert "Writes through tensor.data are not detected" in "".join(said)
 
 
 def scripted(ctx: RankContext, stage: int, directory: str) -> None:
@@ -264,7 +264,7 @@ def random_model(ctx: RankContext) -> str:
 
 def test_a_model_that_is_not_deterministic_is_told_from_a_fault(pool: WorkerPool) -> None:
     for text in pool.run(random_model, 2):
-        assert "rank 0 computed other bits of the loss" in text
+        assert "rank 0 computed different bits of the loss" in text
         assert "the model is probably not deterministic" in text
 
 

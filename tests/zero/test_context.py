@@ -112,7 +112,7 @@ def half_on_meta(ctx: RankContext) -> None:
     model = stack()
     with launcher.zero.Init():
         model.last = nn.Linear(8, 1)
-    with pytest.raises(LauncherError, match=r"on meta and the others are not: last\.weight"):
+    with pytest.raises(LauncherError, match=r"on the meta device, but the rest are not: last\.weight"):
         engine_of(config_of(3), model)
     with launcher.zero.Init():
         orphan = Stack()  # nobody says what `scale` and `offset` begin as

@@ -132,8 +132,8 @@ def test_marked_in_code(pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("leaf", "said"),
     [
-        ({"classes": ["Encodr"]}, "no module is of the class Encodr"),
-        ({"names": "blocks.7"}, r"no module is named, or ends in, blocks\.7"),
+        ({"classes": ["Encodr"]}, "no module has the class Encodr"),
+        ({"names": "blocks.7"}, r"no module name matches: blocks\.7"),
     ],
 )
 def test_what_cannot_be_a_leaf_is_said(leaf: dict[str, Any], said: str) -> None:

@@ -64,7 +64,7 @@ def changed(ctx: RankContext) -> dict[str, Tensor]:
     with PartitionedInit():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     first, second, third = model
-    with pytest.raises(ShardedParameterError, match="keeps sharded until it is gathered"):
+    with pytest.raises(ShardedParameterError, match="is sharded by ZeRO-3 and not gathered"):
         F.linear(torch.ones(4), first.weight)
     with GatheredParameters([first.weight, first.bias], modifier_rank=0):
         if ctx.rank == 0:
@@ -221,5 +221,5 @@ def partly_on_meta(ctx: RankContext) -> tuple[str, bool]:
 
 def test_what_is_on_meta_is_left_there_and_told(pool: WorkerPool) -> None:
     for said, skipped in pool.run(partly_on_meta, 2):
-        assert "2 parameters are on meta and the others are not: 1.0.weight, 1.0.bias" in said
+        assert "2 parameters are on the meta device, but the rest are not: 1.0.weight, 1.0.bias" in said
         assert skipped

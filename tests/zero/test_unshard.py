@@ -131,7 +131,7 @@ def test_a_change_of_order_is_reported_when_asked_for(warn: bool, caplog: pytest
     fetch = unsharder(prefetch_bucket_size=1, warn_of_order=warn)
     for order in (units, units, [a, c, b], [a, c, b]):
         iterate(fetch, order)
-    said = ["unit c was used where b was used before, as number 2 of an iteration"]
+    said = ["unit c was used where b was used before, at position 2 of the iteration"]
     assert len(caplog.messages) == len(said) * warn
     assert not warn or said[0] in caplog.messages[0]
 

@@ -151,9 +151,9 @@ def _joined(places: Sequence[Place], splits: int, first: OpenedFiles) -> Place:
         return by_split[0]
     if not first.model.get("universal_checkpoint_info"):
         raise CheckpointError(
-            f"{first.files.model[0]} does not say how its {splits} tensor-parallel ranks cut the model.",
+            f"{first.files.model[0]} does not record how its {splits} tensor-parallel ranks shard the model.",
             where=str(first.directory),
-            fix="load it in a newer DeepSpeed on as many ranks, and save it again (0.19.8 says it)",
+            fix="load it in a newer DeepSpeed on as many ranks, and save it again (0.19.8 records it)",
         )
     info = plain_info(first.model["universal_checkpoint_info"])
     stored: Place = {}
@@ -169,9 +169,9 @@ def _joined(places: Sequence[Place], splits: int, first: OpenedFiles) -> Place:
             stored[full_name] = joined(kind, cut_of(name, info, [part.shape for part in parts]), parts)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise CheckpointError(
-                f"{first.directory}: the parts of {full_name} cannot be joined: {error}.",
+                f"{first.directory}: the shards of {full_name} cannot be merged: {error}.",
                 where=str(first.directory),
-                fix="convert the checkpoint with DeepSpeed's ds_to_universal, and load that",
+                fix="convert the checkpoint with DeepSpeed's ds_to_universal, and load the result",
             ) from error
     return stored
 
@@ -182,7 +182,7 @@ def _check_whole(directory: Path, stored: Place) -> None:
         raise CheckpointError(
             f"{directory} has only parts of {len(lacking)} tensors: {first_names(lacking)}.",
             where=str(directory),
-            fix="a file is of another run, or damaged; load another checkpoint (tag)",
+            fix="a file belongs to another run or is damaged; load another checkpoint (tag)",
         )
 
 
@@ -195,9 +195,9 @@ def _check_steps(directory: Path, stored: Place) -> None:
     ]
     if lacking:
         raise CheckpointError(
-            f"{directory} has the moments of {len(lacking)} parameters, and not how many steps made them.",
+            f"{directory} has Adam moments for {len(lacking)} parameters, but no step count.",
             where=str(directory),
-            fix="load the checkpoint that it was made from",
+            fix="load the checkpoint that it was created from",
         )
 
 
@@ -208,13 +208,13 @@ def _check_optimizer_is_there(found: Files, first: OpenedFiles, stored: Place) -
     name = first.files.model[0].name.replace("model_states", "optim_states")
     if not any(name.startswith("model/") for name in stored):
         raise CheckpointError(
-            f"{found.directory} has no weights: at ZeRO 3 they are in {name} and its like, and none of these is there.",
+            f"{found.directory} has no weights: at ZeRO stage 3 they are in files like {name}, but there are none.",
             where=str(found.directory),
             fix="copy all files of the checkpoint, or load another one (tag)",
         )
     # With ZeRO, the model file lists the trained parameters.
     if first.groups and not first.files.all_of_optimizer and found.universal is None:
-        logger.warning("%s has no files of the optimizer's state: only weights are read", found.directory)
+        logger.warning("%s has no optimizer state files: loading only the weights", found.directory)
 
 
 def _check_same_weights(opened: OpenedFiles, stored: dict[str, StoredTensor]) -> None:
@@ -227,9 +227,9 @@ def _check_same_weights(opened: OpenedFiles, stored: dict[str, StoredTensor]) ->
         tensor, entry = opened.module[name], stored.get(f"model/{name}")
         if entry is not None and tuple(tensor.shape) == entry.shape and not entry.looks_like(tensor):
             raise CheckpointError(
-                f"{opened.files.model[0]} has other weights of {name} than the files of the optimizer.",
+                f"The weights of {name} in {opened.files.model[0]} differ from those in the optimizer state files.",
                 where=str(opened.directory),
-                fix="files of two saves or of two ranks have been mixed up; copy all of them again",
+                fix="files of two saves or of two ranks are mixed up; copy all of them again",
             )
 
 

@@ -62,12 +62,12 @@ def cut_of(name: str, info: Mapping[str, Any], shapes: Sequence[Shape]) -> Cut:
     """
     affine = info.get("affine_map") or {}
     if affine.get("version", AFFINE_VERSION) > AFFINE_VERSION:
-        raise ValueError(f"its affine_map is of version {affine['version']}, and {AFFINE_VERSION} is known")
+        raise ValueError(f"its affine_map has version {affine['version']}, supported up to {AFFINE_VERSION}")
     for pattern, entry in (affine.get("params") or {}).items():
         if re.match(pattern, name):
             return _affine(entry, len(shapes))
     if _matches(info, "parameter_to_average_patterns", name):
-        raise ValueError("it is the average of what the ranks have")
+        raise ValueError("it is averaged over the ranks, which is not supported")
     if _matches(info, "tp_replicated_parameter_patterns", name) or len(shapes) == 1:
         return _whole(shapes)
     dim = 1 if _matches(info, "parameter_with_row_parallelism_patterns", name) else 0
@@ -99,7 +99,9 @@ def joined(kind: str, cut: Cut, parts: Sequence[StoredTensor]) -> StoredTensor:
     for stored, pieces in zip(parts, cut.pieces, strict=True):
         for piece in pieces:
             if piece.scale != 1 and kind not in POWERS:
-                raise ValueError(f"the ranks have it times {piece.scale:g}, and {kind} cannot be scaled back")
+                raise ValueError(
+                    f"the ranks store it scaled by {piece.scale:g}, and {kind} cannot be unscaled"
+                )
             scale = piece.scale ** POWERS.get(kind, 1)
             for part in stored.parts:
                 if (cutting := _common(part, piece)) is not None:
@@ -148,7 +150,9 @@ def _index(said: Sequence[Any], shape: Shape) -> Shape:
     """Return the index of a flat offset in a row-major tensor. Raise ValueError if the strides differ."""
     offset, strides = int(said[0]), [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if any(size > 1 and got != want for size, got, want in zip(shape, said[1], strides, strict=True)):
-        raise ValueError(f"its boxes have the strides {list(said[1])} in a tensor of shape {list(shape)}")
+        raise ValueError(
+            f"its boxes have strides {list(said[1])}, which do not match the shape {list(shape)}"
+        )
     return tuple(offset // stride % size for stride, size in zip(strides, shape, strict=True))
 
 
@@ -176,7 +180,7 @@ def _along(dim: int, widths: Sequence[Sequence[int]], shapes: Sequence[Shape]) -
         at += sum(row)
     if own != [shape[dim] for shape in shapes]:
         raise ValueError(
-            f"the ranks have {[shape[dim] for shape in shapes]} along dim {dim}, and {own} are said"
+            f"the ranks have sizes {[shape[dim] for shape in shapes]} along dim {dim}, but {own} are recorded"
         )
     return Cut((*shapes[0][:dim], at, *shapes[0][dim + 1 :]), pieces)
 

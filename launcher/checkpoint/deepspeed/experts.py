@@ -88,7 +88,7 @@ def stacked(stored: Place, directory: Path) -> Place:
         if lacking := [number for number in range(max(of_experts)) if number not in of_experts]:
             numbers, name = ", ".join(map(str, lacking)), full_name.rpartition("/")[2]
             raise CheckpointError(
-                f"{directory} has no file of the experts {numbers} of {name}.",
+                f"{directory} has no files for experts {numbers} of {name}.",
                 where=str(directory),
                 fix="copy the files of all nodes into one directory, or load another checkpoint (tag)",
             )

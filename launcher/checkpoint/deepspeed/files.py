@@ -108,7 +108,7 @@ def find(directory: Path) -> Files:
             _put(ranks[int(match[2])].whole_optimizer, int(match[1]), path)
     _check_all_there(directory, ranks)
     if len(ranks) > 1 and any(rank.experts for rank in ranks.values()):
-        raise unread(directory, "experts of a split model")
+        raise unread(directory, "experts and model parallelism")
     return Files(
         directory, [ranks[n] for n in sorted(ranks)], layers, universal if universal.is_dir() else None
     )
@@ -118,15 +118,13 @@ def _put(found: dict[K, Path], whose: K, path: Path) -> None:
     if whose in found:
         raise _two(found[whose], path)
     if not path.is_file():
-        raise CheckpointError(
-            f"{path} is not a file.", where=str(path), fix="restore the file that was there"
-        )
+        raise CheckpointError(f"{path} is not a file.", where=str(path), fix="restore the original file")
     found[whose] = path
 
 
 def _check_all_there(directory: Path, ranks: Mapping[int, RankFiles]) -> None:
     if not any(rank.model for rank in ranks.values()):
-        raise CheckpointError(f"{directory} has no files of the model's state.", where=str(directory))
+        raise CheckpointError(f"{directory} has no model state files.", where=str(directory))
     last = ranks[max(ranks)]
     for number in range(max(ranks)):
         if number not in ranks:
@@ -149,7 +147,7 @@ def _check_all_there(directory: Path, ranks: Mapping[int, RankFiles]) -> None:
 def missing(path: Path, like: Path) -> CheckpointError:
     """Return the error for a missing file that must exist because `like` does."""
     return CheckpointError(
-        f"{path} is missing: {like.name} was written beside it.",
+        f"{path} is missing, although {like.name} exists.",
         where=str(path.parent),
         fix="copy the files of all nodes into one directory, or load another checkpoint (tag)",
     )
@@ -157,8 +155,8 @@ def missing(path: Path, like: Path) -> CheckpointError:
 
 def _two(one: Path, other: Path) -> CheckpointError:
     return CheckpointError(
-        f"{one.name} and {other.name} are of the same rank: {one.parent} has files of two saves, or it is a universal "
-        "copy without its directory `zero`.",
+        f"{one.name} and {other.name} belong to the same rank: {one.parent} has files of two saves, or is a "
+        "universal checkpoint without its `zero` directory.",
         where=str(one.parent),
         fix="copy the checkpoint again, or load another one (tag)",
     )
@@ -166,7 +164,7 @@ def _two(one: Path, other: Path) -> CheckpointError:
 
 def unread(directory: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{directory} is a checkpoint of DeepSpeed's with {what}, which launcher does not read yet.",
+        f"{directory} is a DeepSpeed checkpoint with {what}, which launcher does not support yet.",
         where=str(directory),
-        fix="write its weights with DeepSpeed's zero_to_fp32.py --safe_serialization, and start from those",
+        fix="export its weights with DeepSpeed's zero_to_fp32.py --safe_serialization, and start from them",
     )

@@ -169,7 +169,7 @@ def parts_of(flat_range: FlatRange, shape: Sequence[int], flat: Tensor) -> Itera
     """
     needed = flat_range.at + flat_range.stop - flat_range.start
     if needed > flat.numel():
-        raise ValueError(f"{needed} are needed in a flat tensor, and it has {flat.numel()}")
+        raise ValueError(f"the flat tensor has {flat.numel()} elements, but at least {needed} are needed")
     for box in rectangles(shape, flat_range.start, flat_range.stop):
         at = flat_range.at + box.flat_start - flat_range.start
         yield Part(box.offsets, box.sizes, flat[at : at + box.flat_stop - box.flat_start].view(box.sizes))

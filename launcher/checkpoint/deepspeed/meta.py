@@ -87,7 +87,7 @@ def meta_of(
     left = sorted(key for key, value in client.items() if not plain(value))
     if left:
         logger.warning(
-            "of the client state in DeepSpeed's checkpoint this is not loaded: %s", ", ".join(left)
+            "client state keys in the DeepSpeed checkpoint that are not loaded: %s", ", ".join(left)
         )
     meta: dict[str, Any] = {
         "global_steps": steps,

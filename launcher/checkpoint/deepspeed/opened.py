@@ -38,7 +38,7 @@ class OpenedFiles:
         self.optimizers = {rank: self._state(path, load(path)) for rank, path in found.optimizer.items()}
         module = self.model.get("module")
         if not isinstance(module, dict | None):
-            raise wrong(found.model[0], "has no state of a module")
+            raise wrong(found.model[0], "has no module state")
         self.experts = ExpertFiles(found.experts)
         self.module: dict[str, Tensor] = {**(module or {}), **self.experts.named}
         self._check_experts()
@@ -123,19 +123,19 @@ class OpenedFiles:
         ):  # "elastic_checkpoint" saves only the states; the param groups keep the run's options
             return dict(enumerate(base)), [{} for _ in base]
         if not isinstance(base, dict) or "state" not in base:
-            raise wrong(self.files.optimizer[rank], "has no state of the optimizer that launcher knows")
+            raise wrong(self.files.optimizer[rank], "has no optimizer state that launcher supports")
         return dict(base["state"]), list(base["param_groups"])
 
     def _state(self, path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         state = content.get("optimizer_state_dict")
         if not isinstance(state, dict):
-            raise wrong(path, "has no state of an optimizer")
+            raise wrong(path, "has no optimizer state")
         return state
 
     def _check_experts(self) -> None:
         """Check that every expert has a file, and that the kind of expert is supported."""
         if self.model.get("ds_autoep_layers"):
-            raise unread(self.directory, "experts that AutoEP spread")
+            raise unread(self.directory, "experts distributed by AutoEP")
         for layer, count in enumerate(self.model.get("num_experts") or () if self.files.experts else ()):
             for expert in range(int(count)):
                 if (layer, expert) not in self.files.experts:
@@ -153,14 +153,15 @@ class OpenedFiles:
         for rank, state in self.optimizers.items():
             if state.get("partition_count") != count:
                 raise wrong(
-                    self.files.optimizer[rank], "is of another run: it was written by another number of ranks"
+                    self.files.optimizer[rank],
+                    "belongs to another run: it was saved with another number of ranks",
                 )
         for rank, model in self.models.items():
             if model.get("global_steps") != self.model.get("global_steps"):
-                raise wrong(self.files.model[rank], "is of another save than that of rank 0")
+                raise wrong(self.files.model[rank], "belongs to another save than the file of rank 0")
         steps = {rank: step_of(self.base_state(rank)[0].values()) for rank in self.optimizers}
         if other := next((rank for rank, step in steps.items() if step != steps[0]), None):
-            what = f"is of another save: it is at step {steps[other]}, and that of rank 0 at step {steps[0]}"
+            what = f"belongs to another save: it is at step {steps[other]}, the file of rank 0 at step {steps[0]}"
             raise wrong(self.files.optimizer[other], what)
 
 

@@ -66,9 +66,9 @@ class Layers:
             layer = self._layer_like(entries, rank)
             if layer is None:
                 raise CheckpointError(
-                    f"The weights of the tied module {key!r} are in no file of a layer.",
-                    fix="load the directory that DeepSpeed saved, with its files of layers, not its copy in the "
-                    "universal layout; if it is that one, its files are of several saves: copy all of them again",
+                    f"No layer file has the weights of the tied module {key!r}.",
+                    fix="load the directory that DeepSpeed saved, with its layer files, not its copy in the universal "
+                    "layout; if this is the original, its files belong to several saves: copy all of them again",
                 )
             for name in [name for name in stored if f"/{TIED}{key}." in name]:
                 stored[name.replace(f"/{TIED}{key}.", f"/{layer}.")] = stored.pop(name)
@@ -101,8 +101,8 @@ class Layers:
             wanted -= 0 if name in buffers else taken[name].numel() if flats else 1
         if wanted or _has_twins(taken | named):
             raise CheckpointError(
-                f"{opened.files.model[0]} was written at stage 0 and has states of other parameters than the layers "
-                "beside it: DeepSpeed does not say there which are tied or frozen.",
+                f"{opened.files.model[0]} was saved at ZeRO stage 0, and its optimizer states do not match the layer "
+                "files next to it: DeepSpeed does not record which parameters are tied or frozen at stage 0.",
                 where=str(opened.directory),
                 fix="save the run at stage 1 in DeepSpeed first, or start from its weights",
             )
@@ -129,6 +129,6 @@ def stages_and_splits(ranks: Sequence[OpenedFiles], files: Mapping[tuple[int, in
     splits = said.get("tp_degree") or (1 + max(rank for _, rank in files) if files else len(ranks))
     stages = said.get("pp_degree") or len(ranks) // splits
     if stages * splits != len(ranks):
-        what = f"is of a run with {stages} pipeline stages of {splits} tensor-parallel ranks, and there are files of "
-        raise wrong(ranks[0].files.model[0], f"{what}{len(ranks)}")
+        what = f"is from a run with {stages} pipeline stages of {splits} tensor-parallel ranks, but the files are of "
+        raise wrong(ranks[0].files.model[0], f"{what}{len(ranks)} model-parallel ranks")
     return stages, splits

@@ -50,7 +50,7 @@ def _check_file(path: Path) -> None:
         damaged = str(error)
     if damaged:
         raise CheckpointError(
-            f"{path} is damaged: {damaged} is not what was written.",
+            f"{path} is damaged ({damaged}).",
             where=str(path),
             fix="copy the file again, or load another checkpoint (tag)",
         )

@@ -76,15 +76,19 @@ class SwapFiles:
             and {(first - low + a, first - low + b) for a, b in (self._ids[n] for n in wanted)} <= there
         ]
         if len(possible) != 1:
-            why = "files of several runs are there" if possible else "no files of these parameters are there"
+            why = (
+                "it contains files of several runs"
+                if possible
+                else "it contains no files for these parameters"
+            )
             raise _unreadable(folder, why)
         return possible[0]
 
 
 def _unreadable(folder: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"The optimizer's state was on NVMe, and DeepSpeed's swap files in {folder} cannot be read: {why}.",
+        f"The optimizer state was offloaded to NVMe, and DeepSpeed's swap files in {folder} cannot be read: {why}.",
         where=str(folder),
-        fix="copy the whole directory again; if other runs have used its nvme_path, empty that, resume in DeepSpeed, "
+        fix="copy the whole directory again; if other runs have used its nvme_path, empty it, resume in DeepSpeed, "
         "and save again",
     )

@@ -32,7 +32,7 @@ def universal(directory: Path, shapes: Shapes) -> tuple[Place, dict[str, Any], S
     """
     rest = load_any(directory / REST)
     if not isinstance(rest, dict):
-        raise wrong(directory / REST, "is not the state of an optimizer")
+        raise wrong(directory / REST, "is not an optimizer state")
     stored: Place = {}
     states: States = {}
     count = _count_of_steps(rest)
@@ -79,7 +79,7 @@ def _check_files(folder: Path, found: Mapping[str, Path], known: set[str]) -> No
 def _shaped(tensor: Tensor, shape: Sequence[int], path: Path) -> Tensor:
     """Return a tensor in the parameter's shape; a tensor that was converted from stage 3 is flat."""
     if tuple(tensor.shape) != tuple(shape) and not (tensor.dim() == 1 and tensor.numel() == math.prod(shape)):
-        raise wrong(path, f"has the shape {list(tensor.shape)}, and the parameter {list(shape)}")
+        raise wrong(path, f"has shape {list(tensor.shape)}, but the parameter has shape {list(shape)}")
     return tensor.view(tuple(shape))
 
 
@@ -89,5 +89,5 @@ def _tensor(path: Path) -> Tensor:
     if isinstance(value, int | float):
         return torch.tensor(float(value))
     if not isinstance(value, Tensor):
-        raise wrong(path, "has no tensor")
+        raise wrong(path, "contains no tensor")
     return value.detach()

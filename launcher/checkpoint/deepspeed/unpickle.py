@@ -42,7 +42,7 @@ def load(path: Path) -> dict[str, Any]:
     """Return the content of a file that holds a dict; see `load_any`."""
     content = load_any(path)
     if not isinstance(content, dict):
-        raise _damaged(path, TypeError(f"it holds a {type(content).__name__}, not a dict"))
+        raise _damaged(path, TypeError(f"it contains a {type(content).__name__}, not a dict"))
     return content
 
 
@@ -88,15 +88,15 @@ def _unknown(error: Exception) -> str | None:
 def _refused(path: Path, name: str | None, error: Exception) -> CheckpointError:
     if name is not None:
         return CheckpointError(
-            f"{path} contains an object of {name}, which is not loaded: objects can run code.",
+            f"{path} contains an object of class {name}, which is not loaded: unpickling objects can run code.",
             where=str(path),
-            fix="if you trust the file, load it where that class is known, remove the object, and save it again",
+            fix="if you trust the file, load it where that class is available, remove the object, and save it again",
         )
     what = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
     return CheckpointError(
-        f"{path} is not made of tensors and plain values, and nothing else is loaded: {what}",
+        f"{path} does not consist of tensors and plain values only, so it is not loaded: {what}",
         where=str(path),
-        fix="it is damaged, or it holds objects, which can run code; copy it again from where you trust it",
+        fix="it is damaged, or contains objects, which can run code; copy it again from a trusted source",
     )
 
 

@@ -67,7 +67,7 @@ def of_experts(opened: OpenedFiles) -> tuple[Place, States, list[dict[str, Any]]
     for rank, path in sorted(files.items(), reverse=True):  # rank 0 last: its shared states are used
         base = load(path).get("optimizer")
         if not isinstance(base, dict) or "state" not in base:
-            raise wrong(path, "has no state of the optimizer that launcher knows")
+            raise wrong(path, "has no optimizer state that launcher supports")
         states, groups = dict(base["state"]), list(base["param_groups"])
         kinds = [str(group.get("name")) if group.get("moe") else "" for group in groups]
         _check_one_group(opened, kinds[0] == "" and "" not in kinds[1:] and len(set(kinds)) <= 2)
@@ -112,8 +112,8 @@ def _count(stored: Place, base: Mapping[str, Any], numbers: Mapping[str, Any]) -
 def _check_one_group(opened: OpenedFiles, fits: bool) -> None:
     if not fits:
         raise CheckpointError(
-            f"{opened.files.model[0]} was written at stage 0, and does not say which state belongs to which parameter: "
-            "several param groups, or another order than the model's.",
+            f"{opened.files.model[0]} was saved at ZeRO stage 0 and does not record which state belongs to which "
+            "parameter: it has several param groups, or another parameter order than the model.",
             where=str(opened.directory),
             fix="save the run at stage 1 in DeepSpeed first, or start from its weights",
         )

@@ -50,10 +50,10 @@ def write_ranks(stored: SourceCheckpoint, out: Path, stage: int, ranks: int) -> 
     _check_can_resume(stored)
     if not stage and stored.dtype != torch.float32:
         raise CheckpointError(
-            f"{stored.path} is of a run in 16 bits, whose files at stage 0 depend on the class of its optimizer in "
+            f"{stored.path} is from a 16-bit run, whose files at stage 0 depend on the class of its optimizer in "
             "DeepSpeed.",
             where=str(stored.path),
-            fix="write --stage 1, or --format universal",
+            fix="use --stage 1, or --format universal",
         )
     kind = {torch.bfloat16: "bf16_"}.get(stored.dtype, "")
     with new_directory(out, stored.tag, LATEST_FILE) as directory:
@@ -112,14 +112,14 @@ def new_directory(out: Path, tag: str, *latest: str) -> Iterator[Path]:
         unfinished.rename(directory)
         for name in latest:
             if (out / name).is_file() and (before := (out / name).read_text().strip()) != tag:
-                logger.warning("%s names %s now; it named %s", out / name, tag, before)
+                logger.warning("%s now names %s instead of %s", out / name, tag, before)
             (out / name).write_text(tag)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise CheckpointError(
             f"{directory} cannot be written: {reason}.",
             where=str(getattr(error, "filename", None) or directory),
-            fix="is there space on the disk, and is it a directory that you may write into? Or name another one",
+            fix="check the free space and the permissions of the directory, or choose another one",
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -132,13 +132,13 @@ def _check_can_resume(stored: SourceCheckpoint) -> None:
     """
     if not stored.options:
         raise CheckpointError(
-            f"{stored.path} has weights, and no state of an optimizer: DeepSpeed cannot resume from it.",
+            f"{stored.path} has weights but no optimizer state: DeepSpeed cannot resume from it.",
             where=str(stored.path),
-            fix="write the weights alone: --format hf, or --format fp32",
+            fix="export only the weights: --format hf, or --format fp32",
         )
     if taken := sorted(set(stored.meta["client_state"]) & OWN):
         raise CheckpointError(
-            f"The client state has keys that DeepSpeed uses for itself: {', '.join(taken)}.",
+            f"The client state has keys that DeepSpeed reserves: {', '.join(taken)}.",
             where=str(stored.path),
             fix="save the checkpoint with other keys in its client state",
         )
@@ -148,7 +148,7 @@ def _check_names(stored: SourceCheckpoint) -> None:
     """Check that the names of parameters are valid directory names."""
     if odd := [name for name in stored.shapes if Path(name).name != name or name in (".", "..")]:
         raise CheckpointError(
-            f"The universal layout has a directory for each parameter, and {odd[0]!r} cannot name one.",
+            f"The universal layout has a directory for each parameter, and {odd[0]!r} is not a valid directory name.",
             where=str(stored.path),
             fix="export it with --format deepspeed",
         )

@@ -184,9 +184,10 @@ def tensors_of(model: Any) -> list[MegatronTensor]:
     kind = str(model.config.model_type)
     if kind not in FAMILIES:
         raise CheckpointError(
-            f"A model of the type {kind} is not known under Megatron's names.",
+            f"Model type {kind} is not supported for Megatron checkpoints.",
             where=f"--model, model_type {kind}",
-            fix=f"these are: {', '.join(FAMILIES)}. Others go through the Hub's format: Megatron Bridge converts them",
+            fix=f"supported model types: {', '.join(FAMILIES)}. Convert others through Hugging Face format with "
+            "Megatron Bridge",
         )
     family = FAMILIES[kind]
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -199,9 +200,9 @@ def tensors_of(model: Any) -> list[MegatronTensor]:
     known = {name for one in found for name in one.shapes}
     if odd := [name for name in shapes if name not in known]:
         raise CheckpointError(
-            f"Megatron has no place for {len(odd)} parameters of the model: {first_names(odd)}.",
+            f"{len(odd)} parameters of the model have no counterpart in Megatron: {first_names(odd)}.",
             where=f"--model, model_type {kind}",
-            fix="write the weights as a model of the Hub: --format hf",
+            fix="export the weights in Hugging Face format: --format hf",
         )
     return found
 

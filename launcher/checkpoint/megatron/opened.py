@@ -29,7 +29,7 @@ MASTERS = ("param", "fp32_param")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
 _BUCKETS = "optimizer.distributed."
 _INERT = r"megatron\.|argparse\.|signal\.|transformer_engine\.|nemo\."
-_CALLED = {"opt_param_scheduler": "the schedule", "rerun_state_machine": "the state of its reruns"}
+_CALLED = {"opt_param_scheduler": "scheduler state", "rerun_state_machine": "rerun state"}
 _SAID = {
     "num_floating_point_operations_so_far",
     "optimizer",
@@ -63,7 +63,7 @@ class MegatronFiles:
         """
         metadata, common = read_stored(directory), load_any(directory / COMMON_FILE, _INERT)
         if not isinstance(common, dict):
-            raise wrong(directory / COMMON_FILE, "is not what Megatron-Core writes")
+            raise wrong(directory / COMMON_FILE, "does not contain what Megatron-Core writes")
         try:
             entries = metadata.state_dict_metadata.items()
             metadata.state_dict_metadata = {
@@ -156,14 +156,14 @@ class MegatronFiles:
             _ = self.steps, self.loss_scale
         except (AttributeError, TypeError, ValueError, KeyError, RecursionError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise wrong(path, f"does not say what Megatron-Core writes: {what}") from error
+            raise wrong(path, f"does not contain what Megatron-Core writes: {what}") from error
 
     def unread(self) -> list[str]:
         """Return descriptions of the content that launcher does not read."""
         left = sorted(_CALLED.get(key, str(key)) for key in self.common if key not in _SAID)
         if any(key.startswith(_BUCKETS) for key in self.tensors.state_dict_metadata):
-            why = "it lies in buckets; save with --dist-ckpt-optim-fully-reshardable to take it along"
-            left.insert(0, f"the state of the distributed optimizer ({why})")
+            why = "it is stored in buckets; save with --dist-ckpt-optim-fully-reshardable to include it"
+            left.insert(0, f"distributed optimizer state ({why})")
         return left
 
     def check_bytes(self) -> None:
@@ -175,7 +175,7 @@ class MegatronFiles:
         places = self.tensors.storage_data.items()
         common = self.directory / COMMON_FILE
         if zipfile.is_zipfile(common) and zipfile.ZipFile(common).testzip():
-            raise wrong(common, "is damaged: it is not what was written")
+            raise wrong(common, "is damaged: checksum mismatch")
         for _, info in places:
             path = self.directory / info.relative_path
             if not path.is_file() or path.stat().st_size < info.offset + info.length:
@@ -209,17 +209,18 @@ def directory_of(given: Path, tag: str | None) -> Path | None:
         return None
     if (given / LATEST_FILE).exists():
         raise CheckpointError(
-            f"{given} has checkpoints of Megatron-Core and others: {ITERATION_FILE} and {LATEST_FILE} are both there.",
+            f"{given} has checkpoints of Megatron-Core and of other programs: both {ITERATION_FILE} and "
+            f"{LATEST_FILE} exist.",
             where=str(given),
-            fix="name the checkpoint: --tag",
+            fix="choose the checkpoint with --tag",
         )
     said = file.read_text(errors="replace").strip()[:40]
     path = given / (f"iter_{int(said):07d}" if said.isdecimal() else said)
     if path.parent != given or not is_megatron(path):
         raise CheckpointError(
-            f"{file} says {said!r}, and {path} is no checkpoint in Megatron-Core's torch_dist format.",
+            f"{file} names {said!r}, but {path} is not a checkpoint in Megatron-Core's torch_dist format.",
             where=str(file),
-            fix="name the directory of the checkpoint itself (iter_0001000)",
+            fix="pass the directory of the checkpoint itself (iter_0001000)",
         )
     return path
 
@@ -227,7 +228,7 @@ def directory_of(given: Path, tag: str | None) -> Path | None:
 def wrong(path: Path, what: str) -> CheckpointError:
     """Return the error for a file that cannot be used."""
     return CheckpointError(
-        f"{path} {what}.", where=str(path), fix="copy the file again, or name another checkpoint"
+        f"{path} {what}.", where=str(path), fix="copy the file again, or choose another checkpoint"
     )
 
 
@@ -248,6 +249,6 @@ def _check_chunks(metadata: Metadata) -> None:
         for chunk in entry.chunks:
             box = list(zip(chunk.offsets, chunk.sizes, size, strict=True))
             if any(at < 0 or count < 0 or at + count > whole for at, count, whole in box):
-                raise ValueError(f"a part of {name} lies outside of its shape {list(size)}")
+                raise ValueError(f"a chunk of {name} is outside its shape {list(size)}")
             if MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
-                raise ValueError(f"it does not say where a part of {name} is")
+                raise ValueError(f"it has no location for a chunk of {name}")

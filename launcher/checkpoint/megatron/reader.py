@@ -46,7 +46,7 @@ def open_megatron(directory: Path, model: str) -> SourceCheckpoint:
     reader = _Reader(files, tensors)
     files.check_bytes()
     if left := files.unread():
-        logger.warning("not read of %s: %s", directory, ", ".join(left))
+        logger.warning("%s: not loaded: %s", directory, ", ".join(left))
     meta = _meta(files, reader.entries, tensors, ties_of(made), settings_of(made))
     return SourceCheckpoint(directory, directory.resolve().name, meta, reader.entries, reader.read)
 
@@ -107,7 +107,7 @@ class _Reader:
         if twice or found not in (0, math.prod(sizes)):
             raise wrong(
                 self._files.directory / METADATA_FILE,
-                f"is damaged: the parts of {tensor.key(key, stacked=False)} do not make up the whole",
+                f"is damaged: the chunks of {tensor.key(key, stacked=False)} overlap or are incomplete",
             )
         return found > 0
 
@@ -178,7 +178,7 @@ class _Reader:
         for tensor in self._tensors:
             name = tensor.key(tensor.names[0], stacked=False)
             if not self._keys("model", tensor):
-                problems.append(f"{name} is not there")
+                problems.append(f"{name} is missing")
             for kind in self._files.keys:
                 for key in self._keys(kind, tensor):
                     used.add(key)
@@ -187,14 +187,14 @@ class _Reader:
         problems += [f"{key} is not a tensor of the model" for key in sorted(every - used)]
         if problems:
             raise CheckpointError(
-                f"{self._files.directory} is not a checkpoint of such a model: {'; '.join(problems[:4])}"
+                f"{self._files.directory} does not match the model: {'; '.join(problems[:4])}"
                 f"{'; ...' if len(problems) > 4 else ''}.",
                 where=str(self._files.directory),
-                fix="name the model that was trained",
+                fix="set --model to the model that was trained",
             )
         for tensor in self._tensors:
             if self._key("model", tensor) is None:
-                what = f"is damaged: {tensor.key(tensor.names[0], stacked=False)} is nowhere in the files"
+                what = f"is damaged: {tensor.key(tensor.names[0], stacked=False)} is in none of the files"
                 raise wrong(self._files.directory / METADATA_FILE, what)
 
     def _odd_shape(self, name: str, key: str, tensor: MegatronTensor) -> list[str]:
@@ -203,7 +203,7 @@ class _Reader:
             wanted = (self._layers, *wanted)
         # Megatron pads the vocabulary so that all ranks have the same number of rows.
         padded = tensor.layer is None and size[1:] == wanted[1:] and size[0] > wanted[0]
-        return [] if size == wanted or padded else [f"{name} has the shape {list(size)}, not {list(wanted)}"]
+        return [] if size == wanted or padded else [f"{name} has shape {list(size)}, expected {list(wanted)}"]
 
 
 def _check_run(files: MegatronFiles, config: Any) -> None:
@@ -234,9 +234,9 @@ def _check_run(files: MegatronFiles, config: Any) -> None:
     ]
     if other:
         raise CheckpointError(
-            f"{files.directory} is of another model than the one named: its run had {'; '.join(other)}.",
+            f"{files.directory} is a checkpoint of another model than --model: its run had {'; '.join(other)}.",
             where=str(files.directory / COMMON_FILE),
-            fix="name the model that was trained, with a config.json that says the same",
+            fix="set --model to the model that was trained, with a matching config.json",
         )
 
 

@@ -68,7 +68,7 @@ def write_megatron(stored: SourceCheckpoint, model: str, out: Path) -> Path:
         raise CheckpointError(
             f"{out} has checkpoints of another program.",
             where=str(out),
-            fix="name another directory to write into",
+            fix="choose another output directory",
         )
     with new_directory(out, f"iter_{step:07d}") as directory:
         writer = _Writer(directory / FILE, stored, made.config)
@@ -168,7 +168,7 @@ def _check_optimizer(stored: SourceCheckpoint) -> None:
             f"The optimizer of {stored.path} has the states {', '.join(_bare(stored.states))}; Megatron's Adam has "
             f"{', '.join(_bare(adam))}.",
             where=str(stored.path),
-            fix="write the weights alone: --format hf",
+            fix="export only the weights: --format hf",
         )
 
 
@@ -180,27 +180,28 @@ def _check_layers(stored: SourceCheckpoint, tensors: list[MegatronTensor]) -> No
         trained = [f"{state}/{name}" in stored.entries for state in stored.states for name in tensor.shapes]
         if any(trained) and not all(trained):
             raise CheckpointError(
-                f"Some of {', '.join(tensor.shapes)} are frozen and some are trained; Megatron has one tensor of them.",
+                f"Some of {', '.join(tensor.shapes)} are frozen and some are trained; Megatron stores them in one "
+                "tensor.",
                 where=str(stored.path),
-                fix="write the weights alone: --format hf",
+                fix="export only the weights: --format hf",
             )
     if len({frozenset(names) for layer, names in by_layer.items() if layer is not None}) > 1:
         raise CheckpointError(
-            "The layers of the model differ (some have experts), and only models whose layers are alike are written.",
+            "The layers of the model differ (some have experts); only models with identical layers are supported.",
             where=str(stored.path),
-            fix="write the weights alone: --format hf",
+            fix="export only the weights: --format hf",
         )
 
 
 def not_written(stored: SourceCheckpoint) -> Iterator[str]:
     """Yield messages about state that is changed or not written."""
     if stored.options:
-        yield "not written: the schedule; start Megatron-LM with --override-opt_param-scheduler and yours"
-    yield "not written: random states"
+        yield "not written: scheduler state; start Megatron-LM with --override-opt_param-scheduler and your schedule"
+    yield "not written: RNG states"
     if stored.dtype == torch.float16:
-        yield "not written: the loss scale"
+        yield "not written: loss scale"
     if stored.options and not stored.states:
-        yield "not written: the optimizer, which is not Adam or has made no step"
+        yield "not written: optimizer state; the optimizer is not Adam or has not stepped yet"
     vectors = [
         name
         for options, names in zip(stored.options, stored.groups, strict=True)
@@ -208,16 +209,19 @@ def not_written(stored: SourceCheckpoint) -> Iterator[str]:
         if options.get("weight_decay") and len(stored.shapes[name]) < 2
     ]
     if vectors:
-        yield f"changed: {len(vectors)} biases and norms decayed in this run; Megatron-Core leaves them out"
+        yield f"changed: {len(vectors)} biases and norms had weight decay in this run; Megatron-Core excludes them"
     if len(set(stored.steps.values())) > 1:
-        yield "changed: parameters made different numbers of steps; Megatron has one count, and gets the largest"
+        yield "changed: the parameters have different step counts; Megatron has only one, which is set to the largest"
     more = [{key: options.get(key) for key in ("betas", "eps")} for options in stored.options]
     if any(one != more[0] for one in more):
-        yield "changed: Megatron has one pair of betas and one eps, and gets those of the first group"
+        yield "changed: Megatron has only one pair of betas and one eps, which are set to those of the first group"
     rates = {float(options["lr"]) for options in stored.options if "lr" in options}
     decays = {float(options.get("weight_decay", 0.0)) for options in stored.options} - {0.0}
     if len(rates) > 1 or len(decays) > 1:
-        yield "changed: Megatron has one rate and one weight decay, and gets the first rate and the largest decay"
+        yield (
+            "changed: Megatron has only one learning rate and one weight decay, which are set to the first learning "
+            "rate and the largest weight decay"
+        )
 
 
 def _bare(states: Any) -> list[str]:

@@ -140,6 +140,6 @@ class StageP2P:
         self.channel.receive(content, source, tag).wait()
         learned = unpacked(content)
         if not isinstance(learned, StageBoundary):
-            raise ValueError(f"stage {action.stage - 1} sent a {type(learned).__name__} in place of shapes")
+            raise ValueError(f"stage {action.stage - 1} sent a {type(learned).__name__} instead of shapes")
         self.staged.tell(action.stage - 1, self.signatures[action.microbatch], learned)
         return learned.shapes

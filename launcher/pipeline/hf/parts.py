@@ -29,12 +29,12 @@ TOWERS = {"vision_tower", "vision_model", "image_encoder", "audio_tower", "visio
 """Names of modules that embed other modalities than text: they run before the blocks of the text model."""
 
 UNCUTTABLE = {
-    "blt": "it is four models, and the last of them looks back at what the first gives",
+    "blt": "it consists of four models, and the last one uses the outputs of the first",
     "hrm_text": "its blocks run several times in one forward",
-    "inkling2_text": "its blocks look back at the outputs of earlier ones",
-    "prophetnet": "its own code calls inner functions of its position embeddings, wherever they are",
-    "reformer": "its blocks run inside a function of their own, which is reversed in backward",
-    "xlm": "it has no blocks: attention, feed forward and norms lie in three lists",
+    "inkling2_text": "its blocks use the outputs of several earlier blocks",
+    "prophetnet": "its forward calls methods of its position embeddings, which may be on another stage",
+    "reformer": "its blocks run inside a custom autograd function for reversible layers",
+    "xlm": "it has no blocks: its attention, feed-forward and norm layers are in three separate lists",
 }
 """model_type -> why such a model cannot be cut."""
 
@@ -66,9 +66,9 @@ def parts_of(model: nn.Module) -> ModelParts:
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):  # a stage has only the routers of its own blocks
         raise ConfigError(
-            "the auxiliary loss of the routers needs all blocks, and a pipeline stage has some of them",
+            "the auxiliary loss of the routers needs all blocks, but a pipeline stage has only some of them",
             where="pipeline.stages",
-            fix="set output_router_logits of the model's config to false, or delete the section pipeline",
+            fix="set output_router_logits of the model's config to false, or remove the section pipeline",
         )
     kind = getattr(config, "model_type", "")
     if kind in UNCUTTABLE:
@@ -119,7 +119,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 def _uncuttable(model: nn.Module, why: str) -> ConfigError:
     return ConfigError(
-        f"{type(model).__name__} cannot be cut into stages: {why}",
+        f"{type(model).__name__} cannot be split into pipeline stages: {why}",
         where="pipeline.stages",
-        fix="write a PipelineModule, whose layers you name yourself, or delete the section pipeline",
+        fix="write a PipelineModule with an explicit list of layers, or remove the section pipeline",
     )

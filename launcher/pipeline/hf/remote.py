@@ -53,8 +53,9 @@ class RemoteModule(nn.Module):
         if found is not None and not hasattr(found, "__get__"):
             return found
         raise ElsewhereError(
-            f"{self.__dict__.get('where')}: its {name!r} is not here",
-            fix="ask on the ranks of that stage, or for the whole model: engine.save_16bit_model()",
+            f"{self.__dict__.get('where')}: {name!r} is not available on this rank",
+            fix="access it on the ranks of that stage, or save the whole model with "
+            "engine.save_16bit_model()",
         )
 
     def _zeros(self, shape: TensorShape) -> Tensor:
@@ -64,7 +65,7 @@ class RemoteModule(nn.Module):
         return self.route.zeros(TensorShape(shape.size, dtype))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise ElsewhereError(f"{self.where}: it does not run here", fix=NO_PIPELINE)
+        raise ElsewhereError(f"{self.where}: it cannot run on this rank", fix=NO_PIPELINE)
 
 
 def _inner(module: nn.Module, where: str, route: Route) -> nn.Module:
@@ -87,7 +88,9 @@ class RemoteBlock(RemoteModule):
         if self.index >= route.leave:
             route.leave_at(self.index, (args, kwargs))
         elif self.index > route.enter:
-            raise LauncherError(f"block {self.index} runs out of order", where="pipeline", fix=NO_PIPELINE)
+            raise LauncherError(
+                f"block {self.index} was called out of order", where="pipeline", fix=NO_PIPELINE
+            )
         states = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
 
         def made(value: Any) -> Any:
@@ -114,7 +117,7 @@ class RemotePart(RemoteModule):
             raise StageOutputs
         if template is None:
             raise LauncherError(
-                f"{self.name} runs on a stage that does not have it", where="pipeline", fix=NO_PIPELINE
+                f"{self.name} was called on a stage that does not have it", where="pipeline", fix=NO_PIPELINE
             )
         device = next(
             (leaf.device for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)),

@@ -126,7 +126,10 @@ class Route:
             own = {slot: value for slot, value in slots_of(call).items() if slot not in arrived}
             for slot, value in own.items():
                 if isinstance(value, Tensor) and Origin.STAND_IN in self.origins.of(value):
-                    what = f"{_in_words(slot)} of {self.names[index]} was made by blocks other than the one before"
+                    what = (
+                        f"{_in_words(slot)} of {self.names[index]} is computed by blocks other than "
+                        "the previous one"
+                    )
                     raise _uncuttable(self.names[self.enter], what)
             if index == self.enter > 0:
                 self._check_others(own)
@@ -138,7 +141,7 @@ class Route:
             return
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and Origin.STAND_IN in self.origins.of(value):
-                what = "what runs after the blocks uses more than the output of the last one"
+                what = "the modules after the blocks use more than the output of the last block"
                 raise _uncuttable(self.names[self.enter], what)
 
     def _check_others(self, own: dict[ArgumentPath, Any]) -> None:
@@ -147,7 +150,7 @@ class Route:
         tensors = {slot: value for slot, value in own.items() if isinstance(value, Tensor)}
         for slot in {**others, **tensors}:
             if slot not in others or slot not in tensors or _sum(tensors[slot]) != others[slot]:
-                what = f"{_in_words(slot)} is not the same on both sides"
+                what = f"{_in_words(slot)} differs between the two stages"
                 raise _uncuttable(self.names[self.enter], what)
 
     # ---- blocks of later stages -------------------------------------------------------------
@@ -177,7 +180,7 @@ class Route:
                 continue
             origin = origins.of(value)
             if index == self.leave and origin == Origin.HERE | Origin.STAND_IN:
-                what = f"{_in_words(slot)} is made of outputs of blocks on several stages"
+                what = f"{_in_words(slot)} is computed from outputs of blocks on several stages"
                 raise _uncuttable(self.names[index], what)
             if index == self.leave and origin == Origin.NOTHING:
                 self.learned.others[slot] = _sum(value)
@@ -197,7 +200,7 @@ class Route:
         """Return the tensors that the next stage needs, in the order of `learned.places`."""
         if not any(block == self.leave for places in self.learned.places for block, _ in places):
             raise _uncuttable(
-                self.names[self.leave], "none of its arguments is the output of the block before"
+                self.names[self.leave], "none of its arguments is the output of the previous block"
             )
         self.learned.shapes = tuple(TensorShape.of(tensor) for tensor in self._crossing)
         found, self._crossing = tuple(self._crossing), []
@@ -208,7 +211,7 @@ class Route:
         self.running, self._arrived, self._crossing, self.origins = False, {}, [], None
 
 
-NO_PIPELINE = "take this model without pipeline stages, or write it as a PipelineModule"
+NO_PIPELINE = "train this model without pipeline stages, or rewrite it as a PipelineModule"
 
 
 def _sum(tensor: Tensor) -> float:
@@ -221,5 +224,5 @@ def _in_words(slot: ArgumentPath) -> str:
 
 def _uncuttable(name: str, why: str) -> LauncherError:
     return LauncherError(
-        f"the model cannot be cut before {name}: {why}", where="pipeline.stages", fix=NO_PIPELINE
+        f"the model cannot be split before {name}: {why}", where="pipeline.stages", fix=NO_PIPELINE
     )

@@ -33,13 +33,16 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     wrong = [cost for cost in costs if not 0 <= cost < float("inf")]
     if stages < 1 or wrong:
         what = f"{stages} stages" if stages < 1 else f"a cost of {wrong[0]}"
-        raise ConfigError(f"layers cannot be divided with {what}", fix="costs are finite and not negative")
+        raise ConfigError(
+            f"invalid input for the partition of layers: {what}",
+            fix="use at least 1 stage, and finite costs of at least 0",
+        )
     if len(costs) < stages:
         noun = "layer cannot" if len(costs) == 1 else "layers cannot"
         raise ConfigError(
-            f"{len(costs)} {noun} be divided among {stages} stages: every stage needs one",
+            f"{len(costs)} {noun} be split into {stages} stages: each stage needs at least one layer",
             where="pipeline.stages",
-            fix=f"take at most {max(1, len(costs))} stages; stages x chunks are counted",
+            fix=f"use at most {max(1, len(costs))} virtual stage{'s' * (len(costs) > 1)} (stages x chunks)",
         )
     offset = list(accumulate(costs, initial=type(costs[0])(0)))
     return _evenest(offset, stages, _least_peak(offset, stages))

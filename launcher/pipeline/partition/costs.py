@@ -46,15 +46,15 @@ def matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
         return re.compile(pattern, re.IGNORECASE).search
     except re.error as error:
         what = f"{pattern!r} is not a regular expression: {error.msg}"
-        raise ConfigError(what, where=WHERE, fix='write for example "type:decoderlayer"') from None
+        raise ConfigError(what, where=WHERE, fix='use for example "type:decoderlayer"') from None
 
 
 def no_method(method: str) -> ConfigError:
     """Return the error for an unknown method of dividing layers."""
     return ConfigError(
-        f"unknown partition method {method!r} to divide layers",
+        f"unknown partition method {method!r}",
         where=WHERE,
-        fix='write "best", "uniform", "parameters", "profile" or "type:REGEX"',
+        fix='use "best", "uniform", "parameters", "profile" or "type:REGEX"',
     )
 
 
@@ -63,7 +63,7 @@ def no_match(pattern: str, classes: Iterable[str]) -> ConfigError:
     return ConfigError(
         f'"{TYPE}{pattern}" matches no layer: their classes are {", ".join(dict.fromkeys(classes))}',
         where=WHERE,
-        fix='write for example "type:" and one of these names',
+        fix='use for example "type:" followed by one of these names',
     )
 
 
@@ -71,7 +71,7 @@ def not_measured(wanted: str, given: int | None) -> ConfigError:
     """Return the error for "profile" without measurements, or with the wrong number of them."""
     have = "none were given" if given is None else f"{given} were given"
     return ConfigError(
-        f'"profile" needs the measured seconds of {wanted}, and {have}',
+        f'"profile" needs the measured seconds of {wanted}, but {have}',
         where=WHERE,
-        fix='measure, or write "best"',
+        fix='measure the layers, or use "best"',
     )

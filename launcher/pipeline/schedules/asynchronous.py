@@ -38,9 +38,9 @@ def two_buffered_weights(stages: int, microbatches: int, chunks: int = 1) -> Pip
     """
     if microbatches < stages:
         raise ConfigError(
-            f"2bw with {microbatches} microbatches on {stages} stages",
+            f"2bw does not support {microbatches} microbatches on {stages} stages",
             where="pipeline schedule",
-            fix=f"{stages} microbatches or more",
+            fix=f"use at least {stages} microbatches",
         )
     drained = one_f_one_b(stages, microbatches)
     return replace(drained, name="2bw", weight_versions=(2,) * stages, flushes=False, delay=1)

@@ -71,8 +71,8 @@ def _ordered(schedule: PipelineSchedule) -> None:
         missing = next(needed for needed in needs[action] if needed not in done)
         holder = schedule.rank_of[missing.stage]
         if holder == rank:
-            raise _error(schedule, rank, f"{action} comes before {missing}, which it needs")
-        waits.append(f"rank {rank} at {action} for {missing} of rank {holder}")
+            raise _error(schedule, rank, f"{action} comes before {missing}, on which it depends")
+        waits.append(f"rank {rank} waits at {action} for {missing} of rank {holder}")
     if waits:
         raise LauncherError(f"{schedule.name}: deadlock: " + "; ".join(waits), where=_where(schedule))
 
@@ -87,7 +87,12 @@ def _within(schedule: PipelineSchedule, rank: int) -> None:
             ("deferred weight gradients", deferred, schedule.deferred[rank]),
         ):
             if count > promised:
-                raise _error(schedule, rank, f"{action} makes {count} {what} held, {promised} are promised")
+                raise _error(
+                    schedule,
+                    rank,
+                    f"{action} raises the number of {what} held to {count}, but the schedule declares "
+                    f"at most {promised}",
+                )
         held -= action.kind in GIVES_INPUT_GRADIENT
         deferred -= action.kind is ActionKind.WEIGHT
 

@@ -58,25 +58,25 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
     """
     where = "pipeline schedule"
     if name not in SCHEDULES:
-        raise ConfigError(f"unknown schedule {name!r}", where=where, fix="one of " + ", ".join(SCHEDULES))
+        raise ConfigError(f"unknown schedule {name!r}", where=where, fix="use one of " + ", ".join(SCHEDULES))
     for what, number in (("stages", stages), ("microbatches", microbatches)):
         if number < 1:
-            raise ConfigError(f"{what} is {number}", where=where, fix="a whole number from 1")
+            raise ConfigError(f"{what} is {number}", where=where, fix="use an integer of at least 1")
     maker = SCHEDULES[name]
     if maker.chunks is None:
         chunks = 2 if chunks is None else chunks
         if chunks < 2:
             raise ConfigError(
-                f"{name} with {chunks} chunks",
+                f"{name} does not support {chunks} chunks",
                 where=where,
-                fix='at least 2 chunks; with one chunk it is "1f1b"',
+                fix='use at least 2 chunks; with one chunk, use "1f1b"',
             )
         return maker.make(stages, microbatches, chunks)
     if chunks not in (None, maker.chunks):
         raise ConfigError(
-            f"{name} has {maker.chunks} chunks a rank, not {chunks}",
+            f"{name} has {maker.chunks} chunks per rank, not {chunks}",
             where=where,
-            fix='leave chunks out; "interleaved" takes any number',
+            fix='omit chunks; "interleaved" supports any number from 2',
         )
     return maker.make(stages, microbatches, maker.chunks)
 

@@ -55,9 +55,9 @@ class PipelineParallelGrid:
         self._topo = topology or PipeDataParallelTopology(1, self.world_size)
         if self._topo.world_size() != self.world_size:
             raise ConfigError(
-                f"the topology has {self._topo.world_size()} ranks, and there are {self.world_size}",
+                f"the topology has {self._topo.world_size()} ranks, but the run has {self.world_size}",
                 where="PipelineParallelGrid(topology=...)",
-                fix="make the product of its degrees the number of ranks",
+                fix="make the product of its degrees equal to the number of ranks",
             )
         self.data_parallel_size = max(self._topo.get_dim("data"), 1)
         self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
@@ -155,9 +155,9 @@ class PipelineParallelGrid:
         """
         if self.ds_model_proc_group is None and self.ds_model_world_size > 1:
             raise LauncherError(
-                "an engine has no process group of the stages and tensor-parallel ranks together",
+                "the engine has no combined process group of pipeline stages and tensor-parallel ranks",
                 where="grid.get_model_parallel_group()",
-                fix="ask for get_pipe_parallel_group() and get_slice_parallel_group(), one after the other",
+                fix="use get_pipe_parallel_group() and get_slice_parallel_group() one after the other",
             )
         return self.ds_model_proc_group
 

@@ -157,7 +157,7 @@ class PipelineModule(nn.Module):
                 raise ConfigError(
                     f"the topology has degree {wanted} along {axis}, but the run has {degree}",
                     where="PipelineModule(topology=...)",
-                    fix="leave topology out and give num_stages, or start as many ranks as it has",
+                    fix="omit topology and pass num_stages, or start the number of ranks of the topology",
                 )
 
     def boundaries(self, virtual_stages: int, measured: Sequence[float] | None = None) -> list[int]:
@@ -205,7 +205,7 @@ class PipelineModule(nn.Module):
         """
         if not 0 <= first < last <= len(self):
             raise ConfigError(
-                f"layers {first} to {last - 1} are not among the {len(self)} of this PipelineModule"
+                f"layers {first} to {last - 1} are out of range: this PipelineModule has {len(self)} layers"
             )
         seed = self.base_seed if seed is None else seed
         made = {} if made is None else made
@@ -249,7 +249,7 @@ class PipelineModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise LauncherError(
-            "a PipelineModule has no layers of its own to run",
+            "a PipelineModule cannot be called directly",
             where=type(self).__name__,
             fix="pass it to launcher.initialize() and call engine.train_batch(), or run module.build(first, last)",
         )
@@ -294,7 +294,9 @@ def _named(layers: Iterable[Source]) -> list[tuple[str, Source]]:
         kind = source.typename if isinstance(source, LayerSpec) else type(source)
         if issubclass(kind, PipelineModule):
             raise ConfigError(
-                f"layer {index} is a PipelineModule", where=WHERE, fix="write its layers in its place"
+                f"layer {index} is a PipelineModule",
+                where=WHERE,
+                fix="insert its layers into the list instead",
             )
     return named
 
@@ -304,6 +306,6 @@ def _checked_loss(loss_fn: Any) -> Any:
         raise ConfigError(
             f"the loss_fn {type(loss_fn).__name__} has parameters, which no stage would train",
             where="PipelineModule(loss_fn=...)",
-            fix="make what has parameters the last layer",
+            fix="move the part with parameters into the last layer",
         )
     return loss_fn

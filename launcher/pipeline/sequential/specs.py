@@ -31,9 +31,10 @@ class LayerSpec:
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise ConfigError(
-                f"{typename!r} is not a class of nn.Module",
+                f"{typename!r} is not a subclass of nn.Module",
                 where=type(self).__name__,
-                fix="name the class, and then its arguments; a function or a module stands in the list as it is",
+                fix="pass the class followed by its arguments; put functions and modules into the list "
+                "directly",
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
@@ -104,10 +105,11 @@ def row_of(sources: Sequence[Any]) -> tuple[tuple[PipelineLayer, ...], dict[str,
         first = sources[places[0]]
         if isinstance(source, TiedLayerSpec) and first.typename is not source.typename:
             raise ConfigError(
-                f"layers {places[0]} and {index} are tied by {source.key!r}, and are a {first.typename.__name__} and "
-                f"a {source.typename.__name__}",
+                f"layers {places[0]} and {index} are tied by {source.key!r} but have different "
+                f"classes: {first.typename.__name__} and {source.typename.__name__}",
                 where="TiedLayerSpec",
-                fix="tie layers of one class; what the second one does differently is its forward_fn",
+                fix="tie layers of the same class; if the second one computes something else, pass a "
+                "forward_fn",
             )
     _check_shared_parameters(layers)
     several = ((key, use) for key, use in uses.items() if len(use) > 1)
@@ -119,7 +121,7 @@ def _check_source(index: int, source: Any) -> None:
         raise ConfigError(
             f"layer {index} is {source!r}",
             where=WHERE,
-            fix="write a LayerSpec, an nn.Module or a function",
+            fix="use a LayerSpec, an nn.Module or a function",
         )
 
 
@@ -133,9 +135,11 @@ def _check_shared_parameters(layers: Sequence[PipelineLayer]) -> None:
             other = seen.setdefault(id(parameter), home)
             if other != home:
                 raise ConfigError(
-                    f"layer {index} shares its parameter {name} with layer {other}, which another stage may hold",
+                    f"layer {index} shares its parameter {name} with layer {other}, which may be on "
+                    "another stage",
                     where=WHERE,
-                    fix="write both as TiedLayerSpec with one key; forward_fn says what the second one does",
+                    fix="write both as TiedLayerSpec with the same key; forward_fn defines what the "
+                    "second one computes",
                 )
 
 
@@ -147,9 +151,10 @@ def check_attributes(spec: TiedLayerSpec, module: nn.Module) -> None:
             found = getattr(found, part, None)
         if not isinstance(found, torch.Tensor):
             raise ConfigError(
-                f"{type(module).__name__} has no weight {name!r} to tie by {spec.key!r}",
+                f"{type(module).__name__} has no weight {name!r} to tie with key {spec.key!r}",
                 where="TiedLayerSpec(tied_weight_attr=...)",
-                fix=f"name one of {', '.join(name for name, _ in module.named_parameters()) or 'its parameters'}",
+                fix="use one of "
+                f"{', '.join(name for name, _ in module.named_parameters()) or 'its parameters'}",
             )
 
 

@@ -74,10 +74,10 @@ class SequentialPart(nn.Module):
         if named or not 1 <= len(batch) <= 2:
             shown = f"a dict of {', '.join(named)}" if named else f"{len(batch)} parts"
             raise ConfigError(
-                f"a batch is {shown}, but a sequence of layers takes (inputs, labels)",
+                f"the batch is {shown}, but PipelineModule needs (inputs, labels)",
                 where="engine.train_batch()",
-                fix="give pairs, with a tuple of tensors as inputs where there are several, or call "
-                "engine.set_batch_fn() with a function that makes pairs of batches",
+                fix="pass pairs, with a tuple of tensors for several inputs, or call "
+                "engine.set_batch_fn() with a function that converts batches to pairs",
             )
         output = self.stages[self.stage](batch[0] if self.stage == 0 else self.received)
         return output if self.stage < self.last else self._ended(output, batch[1:])
@@ -185,8 +185,10 @@ class SequentialPipeline:
             )
         elif known.structure != structure:
             raise _cannot_cross(
-                f"{where} returned {known.structure} for the first batch of these shapes, and now {structure}",
-                "let equal shapes of a batch give equal shapes between layers, and give numbers that change as tensors",
+                f"{where} returned {known.structure} for the first batch of these shapes, but now "
+                f"{structure}",
+                "return the same shapes between layers for batches of the same shape, and return "
+                "changing numbers as tensors",
             )
         return tensors
 
@@ -226,4 +228,4 @@ def _works_in_place(layers: PipelineStage) -> bool:
 
 
 def _cannot_cross(what: str, fix: str) -> LauncherError:
-    return LauncherError(f"{what}, which cannot go to the next stage", where="PipelineModule", fix=fix)
+    return LauncherError(f"{what}, which cannot be sent to the next stage", where="PipelineModule", fix=fix)

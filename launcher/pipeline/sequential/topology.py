@@ -29,9 +29,9 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(dim < 1 for dim in dims):
             raise ConfigError(
-                f"a topology of the axes {list(axes)} with the degrees {list(dims)} is not possible",
+                f"invalid topology: axes {list(axes)} with degrees {list(dims)}",
                 where="ProcessTopology(axes, dims)",
-                fix="give each axis a name of its own and a degree of at least 1",
+                fix="give each axis a unique name and a degree of at least 1",
             )
         self.axes, self.dims = list(axes), list(dims)
         self.ProcessCoord = cast(Any, namedtuple("ProcessCoord", axes))  # type: ignore[misc]
@@ -58,12 +58,12 @@ class ProcessTopology:
         """
         if set(coords) != set(self.axes):
             raise ConfigError(
-                f"get_rank({', '.join(coords)}) does not name the axes {', '.join(self.axes)}",
-                fix="give a coordinate for each; filter_match() takes some of them",
+                f"get_rank({', '.join(coords)}) needs the axes {', '.join(self.axes)}",
+                fix="pass a coordinate for each axis; filter_match() accepts a subset",
             )
         rank = self._ranks.get(self.ProcessCoord(**coords))
         if rank is None:
-            raise ConfigError(f"{coords} lies outside of {dict(zip(self.axes, self.dims, strict=True))}")
+            raise ConfigError(f"{coords} is out of range for {dict(zip(self.axes, self.dims, strict=True))}")
         return rank
 
     def get_coord(self, rank: int) -> Any:
@@ -73,7 +73,7 @@ class ProcessTopology:
             ConfigError: there is no such rank.
         """
         if not 0 <= rank < len(self._coords):
-            raise ConfigError(f"there is no rank {rank} among {len(self._coords)}")
+            raise ConfigError(f"rank {rank} is out of range: the topology has {len(self._coords)} ranks")
         return self._coords[rank]
 
     def get_rank_repr(
@@ -144,19 +144,19 @@ def stages_of(num_stages: int | None, topology: ProcessTopology | None) -> int |
         axes = [axis for axis in OUR_AXES if axis in topology.axes]
         if axes != topology.axes or "pipe" not in axes:
             raise ConfigError(
-                f"a topology with the axes {topology.axes} cannot be laid out",
+                f"unsupported topology axes {topology.axes}",
                 where="PipelineModule(topology=...)",
-                fix="name pipe, data and model, in this order; data and model may be left out",
+                fix="use the axes pipe, data and model, in this order; data and model are optional",
             )
         if num_stages not in (None, topology.get_dim("pipe")):
             raise ConfigError(
                 f"num_stages {num_stages} contradicts the topology, whose axis pipe has {topology.get_dim('pipe')}",
                 where="PipelineModule(num_stages=..., topology=...)",
-                fix="give one of the two",
+                fix="pass only one of the two",
             )
         return topology.get_dim("pipe")
     if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
         raise ConfigError(
-            f"num_stages is {num_stages!r}", where="PipelineModule", fix="give a whole number from 1"
+            f"num_stages is {num_stages!r}", where="PipelineModule", fix="pass an integer of at least 1"
         )
     return num_stages

@@ -61,7 +61,7 @@ def svg(timeline: Timeline, title: str, other: Timeline | None = None, unit: str
 def _caption(timeline: Timeline) -> str:
     peaks = " ".join(str(peak) for peak in timeline.peak_held)
     part = "" if timeline.chunks == 1 else f" (each 1/{timeline.chunks} of a rank's layers)"
-    return f"bubble {timeline.bubble:.1%} of the time · activations held at most, by rank: {peaks}{part}"
+    return f"bubble {timeline.bubble:.1%} of the time · peak activations held per rank: {peaks}{part}"
 
 
 def _lanes(timeline: Timeline, top: int, scale: float) -> list[str]:

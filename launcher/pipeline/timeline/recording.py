@@ -71,14 +71,14 @@ def read(path: str | Path) -> Timeline:
     except OSError as error:
         raise LauncherError(f"cannot read {path}: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        what = f"missing key {error}" if isinstance(error, KeyError) else str(error)
         raise LauncherError(
-            f"{path} is not a record of a pipeline step: {what}",
-            fix="a file that a pipeline run wrote",
+            f"{path} is not a recorded pipeline step: {what}",
+            fix="use a file written by a pipeline run",
         ) from None
     if not all(timeline.spans):
         idle = [rank for rank, of_rank in enumerate(timeline.spans) if not of_rank]
-        raise LauncherError(f"{path} has no actions of ranks {idle}", fix="a record of all ranks")
+        raise LauncherError(f"{path} has no actions of ranks {idle}", fix="use a record of all ranks")
     return timeline
 
 
@@ -99,7 +99,7 @@ def _count(record: dict[str, Any], key: str) -> int:
     """Return a plausible count: a damaged file must not cause a huge allocation."""
     number = int(record[key])
     if not 1 <= number <= MOST:
-        raise ValueError(f"{key} is {number}")
+        raise ValueError(f"invalid {key} {number}")
     return number
 
 
@@ -107,7 +107,7 @@ def _index(row: dict[str, Any], key: str, count: int) -> int:
     """Return an index in [0, count): a negative index must not address from the end."""
     number = int(row[key])
     if not 0 <= number < count:
-        raise ValueError(f"{key} {number} of {count}")
+        raise ValueError(f"{key} {number} is out of range for {count}")
     return number
 
 

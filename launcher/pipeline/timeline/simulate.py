@@ -183,12 +183,14 @@ def simulate(
     """
     if {len(costs.forward), len(costs.input), len(costs.weight)} != {schedule.virtual_stages}:
         raise LauncherError(
-            f"costs of {len(costs.forward)} virtual stages for a schedule that has {schedule.virtual_stages}"
+            f"costs for {len(costs.forward)} virtual stages, but the schedule has {schedule.virtual_stages}"
         )
     needed_by = dependencies(schedule)
     order, stuck = walk(schedule, needed_by)
     if stuck:
-        raise LauncherError(f"{schedule.name} ends in a deadlock", fix="check.check says where")
+        raise LauncherError(
+            f"{schedule.name} deadlocks", fix="call pipeline.schedules.check.check to find out where"
+        )
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     ended: dict[Action, float] = {}
     for rank, action in order:

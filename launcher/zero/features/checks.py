@@ -62,7 +62,7 @@ class StepChecks:
             wrong = [name for name, value in copies.items() if _first(name, every) != value]
             if wrong:
                 raise LauncherError(
-                    f"rank {rank} has other parameters than the ranks before it: {first_names(wrong)}",
+                    f"parameters differ on rank {rank} from lower ranks: {first_names(wrong)}",
                     where=KEY,
                     fix="change parameters inside launcher.zero.GatheredParameters(..., modifier_rank=0)",
                 )
@@ -71,7 +71,7 @@ class StepChecks:
             raise LauncherError(
                 f"{len(bad)} gradients are not finite: {first_names(bad)}",
                 where=KEY,
-                fix="look at the loss and the data of this step, or lower the learning rate",
+                fix="check the loss and the data of this step, or lower the learning rate",
             )
 
     def _gather(self, mine: Any) -> list[Any]:
@@ -93,7 +93,10 @@ class StepChecks:
             elif flat.axes.replicate.degree > 1:
                 copies[f"shard {shard.rank} of unit {flat.name}{part}"] = _checksum(values)
             for at, held, _ in held_by_several(flat, flat.owned):
-                name = f"what {held.holders} tp ranks hold of unit {flat.name} ({held.group}, dp rank {flat.axis.rank})"
+                name = (
+                    f"the part of unit {flat.name} on {held.holders} tp ranks ({held.group}, dp rank "
+                    f"{flat.axis.rank})"
+                )
                 copies[name] = copies.get(name, 0) + _checksum(values[at])
             flat.rest()
         return copies
@@ -132,10 +135,10 @@ def _raise_order(every: list[CollectiveStreams]) -> None:
             other = next((rank for rank, line in enumerate(at) if line != at[0]), None)
             if other is not None:
                 raise LauncherError(
-                    f"the {name} differ: number {place + 1} since the last step is {at[0]} on rank 0, "
-                    f"and {at[other]} on rank {other}",
+                    f"collective order mismatch ({name}): #{place + 1} since the last step is {at[0]} "
+                    f"on rank 0 but {at[other]} on rank {other}",
                     where=KEY,
-                    fix="have every rank run the same modules in the same order, equally often",
+                    fix="run the same modules in the same order, and equally often, on every rank",
                 )
 
 

@@ -83,11 +83,11 @@ def check_copies(gradients: Sequence[FlatGradient], dp: Axis, tp: Axis) -> None:
     wholes = [slot.name for slot, unlike, alike in found if alike and not unlike and slot.split.partial]
     if parts:
         raise _wrong(
-            parts, "differ from rank to rank, and nothing sums them", '"skip" with "grad_allreduce": true'
+            parts, "differ between ranks but would not be summed", '"skip" with "grad_allreduce": true'
         )
     if wholes:
         raise _wrong(
-            wholes, "are the same on all ranks, and are summed", '"skip" with "grad_allreduce": false'
+            wholes, "are identical on all ranks but would be summed", '"skip" with "grad_allreduce": false'
         )
 
 
@@ -109,8 +109,8 @@ def _copies(gradients: Sequence[FlatGradient], tp: Axis, device: torch.device) -
 
 def _wrong(names: list[str], what: str, how: str) -> LauncherError:
     return LauncherError(
-        f"every tensor-parallel rank has {first_names(names)}, and their gradients {what}: the plan of "
-        "this model is wrong about them",
+        f"{first_names(names)}: replicated on the tensor-parallel ranks, but their gradients {what}; "
+        "the tensor-parallel plan of this model is wrong for these parameters",
         where="tensor_parallel",
-        fix=f"write a rule for them in tensor_parallel.partition_config.layer_specs: {how}",
+        fix=f"add a rule for them to tensor_parallel.partition_config.layer_specs: {how}",
     )

@@ -54,9 +54,9 @@ def local_gradient(gradient: FlatGradient, slot: ParamSlot) -> Tensor | None:
     """
     if gradient.state is GradientState.REOPENED:
         raise LauncherError(
-            f"the gradient of {slot.name} was reduced, and then another backward came: what this rank alone has "
-            "added to it cannot be told from the rest",
-            fix="ask before the reduction, or after the next one",
+            f"the gradient of {slot.name} was already reduced before the last backward, so the local "
+            "contribution of this rank cannot be separated from it",
+            fix="read the local gradient before the reduction, or after the next one",
         )
     if gradient.sharded:
         return seen_gradient(slot.leaf)

@@ -22,7 +22,8 @@ from launcher.zero.flat import FlatBuffer
 from launcher.zero.slot import ParamSlot
 
 FREEZING = (
-    "set requires_grad before initialize(), or call initialize() again where the trained parameters change"
+    "set requires_grad before initialize(), or call initialize() again when the set of trained "
+    "parameters changes"
 )
 
 
@@ -91,9 +92,9 @@ def broadcast_edit(slot: ParamSlot, source: int) -> None:
     assert flat.full is not None
     if flat.axes.divisor != flat.axes.dp.degree:
         raise LauncherError(
-            f"{slot.name} belongs to experts that are spread over ranks, of which no rank has all",
+            f"{slot.name} is an expert parameter split by expert parallelism: no rank has the full parameter",
             where="GatheredParameters(modifier_rank=...)",
-            fix="change them before initialize()",
+            fix="change it before initialize()",
         )
     full = flat.full
     for feature in flat.gather_features:
@@ -116,9 +117,10 @@ def _bring_back(full: Tensor, slot: ParamSlot) -> None:
     leaf = slot.leaf
     if leaf.shape != slot.shape:
         raise LauncherError(
-            f"parameter '{slot.name}' has the shape {tuple(leaf.shape)}, and had {tuple(slot.shape)} in initialize()",
+            f"parameter '{slot.name}' has shape {tuple(leaf.shape)}, but had shape {tuple(slot.shape)} "
+            "in initialize()",
             where=f"parameter {slot.name}",
-            fix="give a model its shapes before initialize()",
+            fix="resize parameters before initialize()",
         )
     view = full[slot.span].view(slot.shape)
     view.copy_(leaf.detach())
@@ -129,8 +131,8 @@ def _refuse_thawed(flat: FlatBuffer) -> None:
     for slot in flat.slots:
         if (slot.handle if flat.sharded else slot.leaf).requires_grad:
             raise LauncherError(
-                f"parameter '{slot.name}' was frozen in initialize(), so no optimizer steps it, but it "
-                "requires a gradient now",
+                f"parameter '{slot.name}' was frozen in initialize(), so no optimizer updates it, but "
+                "it now has requires_grad=True",
                 where=f"parameter {slot.name}",
                 fix=FREEZING,
             )

@@ -36,7 +36,8 @@ def _from_handle(hooks: Hooks, unit: Unit, slot: ParamSlot) -> Callable[[Tensor]
         assert gradient is not None
         if unit.arrived == unit.expected:
             raise LauncherError(
-                f"a gradient of {slot.name} came when those of {unit.name} were on their way already",
+                f"a gradient of {slot.name} arrived after the gradients of {unit.name} were already "
+                "being reduced",
                 where=f"parameter {slot.name}, used inside GatheredParameters",
                 fix="use it through its module's forward",
             )

@@ -76,7 +76,7 @@ def _mark_classes(
     found = [module for module in model.modules() if any(_is_of(module, kind) for kind in classes)]
     if not found and raise_if_not_found:
         names = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in classes)
-        raise ConfigError(f"no module is of the class {names}", fix="name a class that the model is made of")
+        raise ConfigError(f"no module has the class {names}", fix="pass the class of a module of the model")
     return _mark(found, flag)
 
 
@@ -102,7 +102,8 @@ def _mark_names(
         missing += [] if fitting else [text]
     if missing and raise_if_not_found:
         raise ConfigError(
-            f"no module is named, or ends in, {', '.join(missing)}", fix="write names of named_modules()"
+            f"no module name matches: {', '.join(missing)}",
+            fix="use names from named_modules(), or their last parts",
         )
     return _mark(list(found), flag), missing
 
@@ -163,9 +164,9 @@ def with_leaves(model: nn.Module, blocks: Blocks) -> Blocks:
 def _called(name: str, leaf: nn.Module) -> nn.Module:
     if isinstance(leaf, CONTAINERS):
         raise ConfigError(
-            f"{name} is a {type(leaf).__name__}, which cannot be a leaf: it has no forward that would ask for its "
-            "parameters",
-            fix="mark the module around it, or those inside",
+            f"{name} is a {type(leaf).__name__}, which cannot be a leaf: it has no forward to gather "
+            "its parameters in",
+            fix="mark its parent module, or the modules inside it",
         )
     return leaf
 

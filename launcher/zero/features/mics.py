@@ -21,8 +21,8 @@ class GroupSum:
         """
         if self._summed:
             raise LauncherError(
-                "there were two backwards in the last microbatch of a step, and after the first one the gradients "
-                "were summed over the shard groups",
+                "the last microbatch of a step had two backward passes, and the gradients were already "
+                "summed over the shard groups after the first one",
                 where="zero_optimization.mics_shard_size",
                 fix="add the losses and call backward once, or use set_gradient_accumulation_boundary()",
             )

@@ -24,9 +24,9 @@ def release(model: nn.Module) -> None:
     slots = [handle.zero_holder for handle in handles if isinstance(handle.zero_holder, ParamSlot)]
     if any(zero.pp.degree > 1 for zero in earlier) or not all(slot.split.is_whole for slot in slots):
         raise LauncherError(
-            "the model is split already, by an earlier initialize() of it",
+            "the model was already sharded by an earlier initialize()",
             where="initialize(model=...)",
-            fix="build the model again, or keep the first engine",
+            fix="build the model again, or use the first engine",
         )
     for zero in earlier:
         zero.retire()

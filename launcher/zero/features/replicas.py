@@ -52,9 +52,11 @@ class Deviation(NamedTuple):
         what = first_names(self.names)
         numbers = ",".join(map(str, self.ranks))
         if self.is_known:
-            who = f"rank {numbers} holds" if len(self.ranks) == 1 else f"ranks {numbers} hold"
-            return f"{who} other values than all its replicas of {what}"
-        return f"ranks {numbers} hold different values of {what}, and which of them are right cannot be told"
+            who = f"rank {numbers} differs" if len(self.ranks) == 1 else f"ranks {numbers} differ"
+            return f"{who} from all other replicas of {what}"
+        return (
+            f"ranks {numbers} have different values of {what}, and no majority determines which are correct"
+        )
 
 
 def compare_replicas(flats: Sequence[FlatBuffer], state_of: StateOf) -> None:
@@ -72,8 +74,9 @@ def compare_replicas(flats: Sequence[FlatBuffer], state_of: StateOf) -> None:
         raise LauncherError(
             "; ".join(map(str, found)),
             where="replica_check",
-            fix="if the script changes weights or optimizer state, change them on every rank; else test the memory and "
-            "the processors of these ranks, and go on from a checkpoint before this step on other machines",
+            fix="if the script changes weights or optimizer state, change them on every rank; "
+            "otherwise test the memory and the processors of these ranks, and resume from a "
+            "checkpoint before this step on other machines",
         )
 
 
@@ -93,7 +96,7 @@ def _replicas(flats: Sequence[FlatBuffer], state_of: StateOf) -> Iterator[_Repli
 
 def master_of(flat: FlatBuffer) -> list[tuple[str, Tensor]]:
     """Return the master weights of this rank as (name, values)."""
-    return [(f"the master of {slot.name}", part) for slot, part in flat.owned_views(flat.master)]
+    return [(f"the master weights of {slot.name}", part) for slot, part in flat.owned_views(flat.master)]
 
 
 def states_of(flat: FlatBuffer, state_of: StateOf) -> Iterator[tuple[str, Tensor]]:

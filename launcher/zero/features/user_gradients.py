@@ -109,10 +109,11 @@ def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, keyword
     for parameter in _parameters_of(optimizer):
         if any(model.find_slot(parameter) is not None for model in models):
             raise LauncherError(
-                f"{type(optimizer).__name__}.step() was called on parameters that an engine steps, with an optimizer "
-                "that the engine does not know: it would find no gradients, or one rank's share of them",
+                f"{type(optimizer).__name__}.step() was called on parameters of an engine, with an "
+                "optimizer that is not registered with the engine: gradients would be missing or only "
+                "this rank's shard",
                 where="optimizer.step()",
-                fix="pass it as initialize(optimizer=...) and call engine.step(), or leave its step() out",
+                fix="pass it as initialize(optimizer=...) and call engine.step(), or remove its step()",
             )
 
 
@@ -121,8 +122,9 @@ def warn_of_discard_once(rank: int) -> None:
     """Log a warning, once, that gradients of an unfinished step were discarded."""
     if rank == 0:
         logger.warning(
-            "zero_grad() between the microbatches of a step discarded their gradients, as in PyTorch; if that is "
-            "not meant, leave it out: step() clears gradients itself (reported once)"
+            "zero_grad() between the microbatches of a step discarded their gradients, as in PyTorch; "
+            "if this is not intended, remove the call: step() clears the gradients itself (reported "
+            "once)"
         )
 
 
@@ -138,7 +140,8 @@ class GradientElsewhere:
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise LauncherError(
-                "a gradient cannot be set with p.grad = ...: it is kept elsewhere, sharded or in another dtype",
+                "a gradient cannot be set with p.grad = ...: the engine stores it sharded or in "
+                "another dtype",
                 where="zero_optimization.stage",
                 fix="call deepspeed.utils.safe_set_full_grad(p, tensor) (launcher.engine.fragments) after backward",
             )

@@ -117,6 +117,9 @@ LEFT_OUT: tuple[tuple[str, str], ...] = (
     ("unit/runtime/test_runtime_utils.py::TestClipGradNorm::test_gather*", _EXPERTS),
     ("unit/checkpoint/test_zero_optimizer.py::*test_pipeline_checkpoint_loading*", _FORMAT),
     ("unit/runtime/activation_checkpointing/*requires_num_checkpoints*", _INSIDE),
+    ("unit/runtime/tensor_parallel/test_autotp_universal_checkpoint.py*", _FORMAT),
+    ("unit/runtime/zenflow/test_zf.py::test_split_affinity*", _INSIDE),
+    ("unit/runtime/rollout/*", "parts of DeepSpeed's hybrid engine, which generates"),
     # others
     ("unit/v1/moe/test_autoep*", _EXPERTS),
     ("unit/v1/moe/test_fused_expert_layout.py*", _EXPERTS),
@@ -137,7 +140,7 @@ LEFT_OUT: tuple[tuple[str, str], ...] = (
 
 
 WORKS_HERE = (
-    "unit/runtime/test_ds_config_dict.py::*rejects_z*",
+    "unit/runtime/test_ds_config_dict.py::*rejects_*",
     "unit/runtime/test_no_sync_ctxt.py::*test_zero_stage?2*",
     "unit/runtime/test_no_sync_ctxt.py::*test_zero_stage?3*",
     "unit/runtime/zero/test_zero_leaf_module.py::*test_no_grad_input_error*",
