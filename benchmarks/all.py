@@ -1,9 +1,9 @@
-"""Runs what docs/speed.md and the README's table of speed are made of, and makes them: some two hours.
+"""Runs the benchmarks of docs/speed.md and of the README's speed table, and generates both: about two hours.
 
 python -m benchmarks.all
 python -m benchmarks.all --only tensor-small --repeat 5
 
-Old records of a suite are replaced; the history of the repository keeps them.
+Old records of a suite are replaced; they remain in the history of the repository.
 """
 
 from __future__ import annotations

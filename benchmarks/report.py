@@ -50,7 +50,7 @@ class Line:
 
 
 def lines_of(file: Path) -> tuple[dict[str, Any], dict[str, list[Line]]]:
-    """The last session of a file, and by group its rows that ran."""
+    """Return the last session of a file, and its completed rows by group."""
     session, runs = _last_session(file)
     truth, groups = _truth(runs), dict[str, list[Line]]()
     for row in session["rows"]:
@@ -61,7 +61,7 @@ def lines_of(file: Path) -> tuple[dict[str, Any], dict[str, list[Line]]]:
 
 
 def report(file: Path) -> str:
-    """The tables of the last session in a file, ours first, then the fastest peer."""
+    """Return the tables of the last session in a file: our rows first, then the peers, fastest first."""
     session, runs = _last_session(file)
     truth = _truth(runs)
     parts = [heading(session)]
@@ -72,13 +72,13 @@ def report(file: Path) -> str:
         limit = TOLERANCE[session["work"]["dtype"]]
         parts.append(
             f"\n**Losses are more than {limit:g} from plain PyTorch's: {', '.join(wrong)}. These rows did another job: "
-            "their figures do not compare.**"
+            "their numbers are not comparable.**"
         )
     return "\n".join(parts)
 
 
 def wrong_losses(file: Path) -> list[str]:
-    """Rows of the last session of a file whose losses are not plain PyTorch's; none where that did not run."""
+    """Return rows of the last session whose losses differ from plain PyTorch's; none if that did not run."""
     session, runs = _last_session(file)
     truth, limit = _truth(runs), TOLERANCE[session["work"]["dtype"]]
     lines = [_line(row, of_row, truth) for row in session["rows"] if _good(of_row := _of_row(row, runs))]
@@ -101,14 +101,14 @@ def _last_session(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def heading(session: dict[str, Any]) -> str:
-    """Date, commit, machine, versions and the job."""
+    """Return date, commit, machine, versions and the job."""
     about, work = session["session"], session["work"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     return (
         f"{about['date']}, commit {about['commit']}. {about['cpu']}, {about['cores']} cores, "
         f"{about['memory_gib']} GiB; Python {about['python']}, {versions}.\n"
-        f"Llama {work['model']}, {work['dtype']}, {work['seq']} tokens a sequence, global batch "
-        f"{work['global_batch']}, micro-batch {work['micro_batch']}, one thread a rank."
+        f"Llama {work['model']}, {work['dtype']}, {work['seq']} tokens per sequence, global batch "
+        f"{work['global_batch']}, micro-batch {work['micro_batch']}, one thread per rank."
     )
 
 
@@ -123,7 +123,7 @@ def _table(rows: list[dict[str, Any]], runs: list[dict[str, Any]], truth: list[f
 
 
 def _against(lines: list[Line]) -> list[str]:
-    """Each of our rows against each peer."""
+    """Compare each of our rows with each peer."""
     out = []
     for ours in (line for line in lines if line.ours):
         for peer in (line for line in lines if not line.ours):
@@ -133,7 +133,7 @@ def _against(lines: list[Line]) -> list[str]:
 
 
 def _good(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that came to their end, undisturbed where there is one such."""
+    """Return the completed runs; only undisturbed ones, if there are any."""
     done = _done(runs)
     return [run for run in done if run["foreign_cpu"] <= DISTURBED] or done
 
@@ -166,7 +166,7 @@ def _distance(losses: list[float], truth: list[float] | None) -> float:
 
 
 def _worst(values: Iterable[float]) -> float:
-    """The largest; nan where one is nan."""
+    """Return the largest value, or nan if one is nan."""
     return max(values, key=lambda value: (math.isnan(value), value))
 
 
@@ -189,7 +189,7 @@ def _cells(line: Line, lines: list[Line]) -> list[str]:
 
 
 def speed_ratios(line: Line, peers: list[Line]) -> list[float]:
-    """Turn by turn, this row's speed against the fastest peer of the same turn."""
+    """Return this row's speed relative to the fastest peer of the same turn, for each turn."""
     ratios = []
     for turn, speed in line.speed_by_turn.items():
         rivals = [peer.speed_by_turn[turn] for peer in peers if turn in peer.speed_by_turn]

@@ -1,4 +1,4 @@
-"""The structure that docs/architecture.md promises: imports go downwards, and every module says what it is for."""
+"""The structure described in docs/architecture.md: imports go downwards, and every module states its purpose."""
 
 from __future__ import annotations
 

@@ -92,6 +92,14 @@ _COMM_FIRST = {
     ),  # used before there is an engine, so they must not import it
     "log_summary": "launcher.comm:log_summary",
 }
+_ROLLOUT = _from(
+    f"{_PACKAGE}.rollout",
+    "RolloutBatch",
+    "RolloutConfig",
+    "RolloutEngine",
+    "RolloutRequest",
+    "SamplingConfig",
+)
 _MEMORY = f"{_PACKAGE}.memory_needs"
 _OPS = f"{_PACKAGE}.builders"
 _BUILDER = _from(_OPS, "AsyncIOBuilder")
@@ -279,6 +287,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
         **_from(f"{_PACKAGE}.ulysses", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"),
     },
+    "runtime.rollout": _ROLLOUT | _from(f"{_PACKAGE}.rollout", "HybridEngineRollout", "build_rollout"),
+    "runtime.rollout.base": _ROLLOUT,
+    "runtime.rollout.hybrid_engine_rollout": _from(
+        f"{_PACKAGE}.rollout", "HybridEngineRollout", "HybridEngineRolloutConfig"
+    ),
     "runtime.state_dict_factory": _from(f"{_PACKAGE}.files", "MegatronSDLoader"),
     "runtime.utils": {
         "bwc_tensor_model_parallel_rank": f"{_GROUPS}:bwc_tensor_model_parallel_rank",

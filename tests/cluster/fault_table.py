@@ -1,6 +1,7 @@
-"""Breaks runs on two pretend machines, ours and those of other launchers, measures what follows, and prints a table.
+"""Injects faults into runs on two simulated machines, for our and other launchers, and prints a table of the effects.
 
-`python -m tests.cluster.fault_table [WAY ...] [--only TEXT]` needs what the fixture `hosts` needs, and an idle machine.
+`python -m tests.cluster.fault_table [WAY ...] [--only TEXT]` has the requirements of the fixture `hosts`, and needs an
+idle machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.cluster.testbed import SCRIPT, Hosts, wait_for
 
 HANGS = """
 import contextlib
-with contextlib.suppress(ImportError, AttributeError):  # under other launchers it only sleeps
+with contextlib.suppress(ImportError, AttributeError):  # with other launchers it only sleeps
     from launcher.monitor import flight_recorder
     flight_recorder.mine().show("all_gather of layers.0")
 time.sleep(99)
@@ -36,14 +37,14 @@ OF_SLURM = ("slurm", "munged")
 
 @dataclass(frozen=True)
 class Fault:
-    """A row: what happens, by a verb of `hosts.py`, signals, or what a rank does."""
+    """A row of the table: a fault caused by verbs of `hosts.py`, by signals, or by code in a rank."""
 
     name: str
     verbs: tuple[tuple[str, ...], ...] = ()
     rank_does: str = ""
     numbers: tuple[int, ...] = ()
     flags: tuple[str, ...] = ()
-    """Of our launcher."""
+    """Flags of our launcher."""
 
 
 FAULTS = (
@@ -52,7 +53,7 @@ FAULTS = (
     Fault("SIGKILL of a rank", rank_does="os.kill(os.getpid(), 9)"),
     Fault("a rank hangs (--hang_timeout 5)", rank_does=HANGS, flags=("--hang_timeout", "5")),
     Fault("node2 is cut off", (("cut", "node2"),)),
-    Fault("node2's cable is out", (("unplug", "node2"),)),
+    Fault("node2's cable is unplugged", (("unplug", "node2"),)),
     Fault("node2 is frozen", (("freeze", "node2"),)),
     Fault("every process of node2 is killed, sshd too", (("kill", "node2"),)),
     Fault(
@@ -64,7 +65,7 @@ FAULTS = (
     Fault("Ctrl-C", numbers=(signal.SIGINT,)),
     Fault("SIGTERM", numbers=(signal.SIGTERM,)),
     Fault("Ctrl-C while node2 is cut off", (("cut", "node2"),), numbers=(signal.SIGINT,)),
-    Fault("the same, and once more", (("cut", "node2"),), numbers=(signal.SIGINT, signal.SIGINT)),
+    Fault("the same, with a second Ctrl-C", (("cut", "node2"),), numbers=(signal.SIGINT, signal.SIGINT)),
 )
 
 
@@ -73,10 +74,10 @@ class Way:
     """How a run of two ranks on each machine is started.
 
     Args:
-        command: what is typed on the head, for a hostfile and the flags of a fault.
-        front_end: a pattern of its process, for pkill.
-        limit_s: how long the end is waited for.
-        clean_s: how long it is waited, for each machine, until nothing is left there.
+        command: returns the command to run on the head, given a hostfile and the flags of a fault.
+        front_end: a pattern that matches its process, for pkill.
+        limit_s: how long to wait for the end of the run.
+        clean_s: how long to wait, for each machine, until no process is left.
     """
 
     command: Callable[[str, tuple[str, ...]], list[str]]
@@ -84,7 +85,7 @@ class Way:
     limit_s: float = 60
     clean_s: float = 30
     children: bool = True
-    """Each rank has a child in a session of its own. One that is left would keep an ssh waiting."""
+    """Each rank has a child in its own session. A remaining child would keep ssh waiting."""
 
 
 OURS = (sys.executable, "-m", "launcher.cli.main", "--device", "cpu")
@@ -106,7 +107,7 @@ def _deepspeed(hostfile: str, more: tuple[str, ...]) -> list[str]:
 
 
 def _torchrun(hostfile: str, more: tuple[str, ...]) -> list[str]:
-    """As people type it: on each node over ssh, together in a shell."""
+    """Return the usual command: torchrun on each node over ssh, all from one shell."""
     flags = "--nnodes 2 --nproc-per-node 2 --master-addr node1 --master-port 29500"
     program = f"{Path(sys.executable).with_name('torchrun')} {flags}"
     line = "ssh node{0} 'cd {1} && {2} --node-rank {3} script.py'"
@@ -123,7 +124,7 @@ WAYS = {
 
 
 def measure(hosts: Hosts, fault: Fault, name: str) -> str:
-    """A row of the table."""
+    """Inject a fault, and return its row of the table."""
     way = WAYS[name]
     cwd = Path(tempfile.mkdtemp(prefix="faults-"))
     with ExitStack() as stack:
@@ -183,7 +184,7 @@ def _left(hosts: Hosts, node: str, limit_s: float) -> list[str]:
 
 
 def _told(text: str) -> str:
-    """Our message; of others the first line that tells of something wrong."""
+    """Return our message; for other launchers, the first line that reports an error."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in text.splitlines()]
     ours = [line.removeprefix("error: ") for line in lines if line.startswith("error:")]
     wrong = re.compile(
@@ -197,11 +198,12 @@ def main(ways: list[str], only: str) -> None:
     for name in ways:
         print(f"\n### {name}, load {os.getloadavg()[0]:.1f}\n")
         print(
-            "| fault | ended after, s | exit code | all clean after, s | left | said |\n|---|---|---|---|---|---|"
+            "| fault | ended after, s | exit code | all clean after, s | remaining processes | message |\n"
+            "|---|---|---|---|---|---|"
         )
         for fault in FAULTS:
             if re.search(only, fault.name):
-                # New machines each time: some leave things behind, or do not come back by themselves.
+                # New machines each time: some faults leave processes behind, or do not heal.
                 folder = Path(tempfile.mkdtemp(prefix="faults-hosts-"))
                 hosts = Hosts(folder)
                 hosts("up", 2)

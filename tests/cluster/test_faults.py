@@ -161,7 +161,7 @@ def test_a_front_end_that_is_cut_off(hosts: Hosts, tmp_path: Path) -> None:
     [
         (("refuse", "node2"), "Connection refused"),
         pytest.param(("cut", "node2"), "Connection timed out (no answer", marks=thorough),
-        (("hide", "node2", "{cwd}/needed"), "there is no file {cwd}/needed/script.py"),
+        (("hide", "node2", "{cwd}/needed"), "{cwd}/needed/script.py does not exist"),
     ],
     ids=["refused", "cut", "no script"],
 )

@@ -46,9 +46,12 @@ def test_nodes_that_are_alike_are_ready() -> None:
     ("change", "said"),
     [
         ({"versions": {**GOOD["versions"], "torch": "2.11"}}, "torch is 2.11, but 2.13 on the other hosts"),
-        ({"versions": {**GOOD["versions"], "torch": None}}, "torch is not installed, on the other hosts"),
+        (
+            {"versions": {**GOOD["versions"], "torch": None}},
+            "torch is not installed, but 2.13 on the other hosts",
+        ),
         ({"source": "other"}, "its launcher version differs"),
-        ({"files": {"/w/ds.json": None}}, "there is no file /w/ds.json"),
+        ({"files": {"/w/ds.json": None}}, "/w/ds.json does not exist"),
         ({"files": {"/w/ds.json": "d2"}}, "/w/ds.json differs from the file on this machine"),
         ({"memory": 1 << 20}, "1 MiB of memory are free, too little for 2 ranks"),
         ({"clock": 1090.2}, "its clock is 90 s ahead"),

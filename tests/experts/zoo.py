@@ -1,9 +1,9 @@
-"""What becomes of every causal-LM type with experts where two ranks share these:
+"""Tests every causal-LM type with experts, with these sharded over two ranks:
 
     python -m tests.experts.zoo [TYPE ...] [--ranks 4] [--write]
 
-takes one step of a tiny model of each and compares the loss, every gradient and the choices of its routers with those
-of one process. Fails where one differs, stops in an error that is no refusal, or has another verdict than in
+takes one step of a tiny model of each and compares the loss, every gradient and the router decisions with those of one
+process. Fails if one differs, raises an error that is not a refusal, or has a verdict that differs from
 `verdicts.tsv`; with --write it writes that file.
 """
 
@@ -30,14 +30,14 @@ CONFIG = {"expert_parallel": {"size": 2}, "zero_optimization": {"stage": 1}}
 
 
 def has_experts(kind: str) -> bool:
-    """Return whether the code of the type knows experts by any name."""
+    """Return whether the code of the type contains experts."""
     model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     return "expert" in inspect.getsource(sys.modules[model.__module__]).lower()
 
 
 def choices(model: nn.Module) -> list[list[Tensor]]:
-    """Return what the router of each layer says in the next forward, with its weights: of the first layer to the bit,
-    for sums over experts are rounded in another order."""
+    """Return the list that the next forward fills with the router decisions and weights of each layer. Only the first
+    layer matches bitwise: sums over experts are rounded in a different order."""
     said: list[list[Tensor]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:

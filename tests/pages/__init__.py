@@ -1,1 +1,1 @@
-"""The documentation: what is made from the code is up to date, links lead somewhere, examples run."""
+"""Tests of the documentation: generated pages are up to date, links resolve, examples run."""

@@ -1,7 +1,7 @@
-"""Writes the pages that are made from the code:  python -m tests.pages
+"""Generates pages from the code:  python -m tests.pages
 
-docs/design/files.md and the table of imports in docs/architecture.md from the modules, docs/reference/cli.md from the
-parsers, docs/config.md from the schema.
+docs/design/files.md and the table of imports in docs/architecture.md come from the modules, docs/reference/cli.md from
+the parsers, docs/config.md from the schema.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writes docs/calculator.json, the numbers behind docs/calculator.md:  python -m tests.pages.calculator_page
+"""Writes docs/calculator.json, the data of docs/calculator.md:  python -m tests.pages.calculator_page
 
-All of them are the estimator's own; the page looks them up, and computes nothing. It takes some minutes.
+All numbers come from the estimator; the page only looks them up. This takes a few minutes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "host
 
 
 def json_of(way: str, *, recomputed: bool) -> dict[str, Any]:
-    """Return the ds_config.json of a way: one sequence a microbatch."""
+    """Return the ds_config.json of an entry of `WAYS`: one sequence per microbatch."""
     again: dict[str, Any] = {"activation_checkpointing": {}} if recomputed else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -79,19 +79,19 @@ def json_of(way: str, *, recomputed: bool) -> dict[str, Any]:
 
 
 def config_of(model: str) -> PretrainedConfig:
-    """Return the configuration of a model."""
+    """Return the config of a model."""
     kind = dict(MODELS[model])
     return AutoConfig.for_model(kind.pop("model_type"), **kind)
 
 
 @cache
 def estimator_of(model: str) -> Estimator:
-    """Return what estimates a model."""
+    """Return the estimator of a model."""
     return Estimator(config_of(model), attention=GPU_KERNELS)
 
 
 def mib(model: str, ranks: int, length: int, way: str, *, recomputed: bool) -> list[int]:
-    """Return MiB at the peak of a step, in the order of `PARTS`; the host's are of one rank."""
+    """Return the MiB of each of `PARTS` at the peak of a step; host memory is per rank."""
     config = load(json_of(way, recomputed=recomputed))
     found = estimator_of(model).estimate(config, ranks, 0, length)
     parts = [getattr(found.at_peak, part) for part in PARTS[:-1]]
@@ -99,7 +99,7 @@ def mib(model: str, ranks: int, length: int, way: str, *, recomputed: bool) -> l
 
 
 def cards() -> dict[str, dict[str, Any]]:
-    """Return the GPUs: their names, and what tensors can take alone and where ranks exchange anything."""
+    """Return the GPUs: name, memory, and memory available to tensors on one rank and on several ranks."""
     found = {}
     for name in CARDS:
         card = device(name)
@@ -125,7 +125,7 @@ def table(model: str) -> list[Any]:
 
 
 def main(file: Path = FILE) -> None:
-    """Write the file."""
+    """Write the JSON file."""
     content = {
         "parts": PARTS,
         "ranks": RANKS,

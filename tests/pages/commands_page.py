@@ -1,4 +1,4 @@
-"""docs/reference/cli.md: every flag of `launch`, its subcommands and its recipes, made from their parsers."""
+"""Generates docs/reference/cli.md from the parsers: all flags of `launch`, its subcommands and its recipes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from launcher.cli.top import top_parser
 HEAD = """\
 # Commands
 
-Every flag, taken from the parsers themselves. Made by `python -m tests.pages`.
+All commands and their flags, generated from the argument parsers by `python -m tests.pages`.
 
-Dashes and underscores mean the same: `--num-gpus` is `--num_gpus`. [Runs and recipes](../guides/running.md) and
+Dashes and underscores are interchangeable: `--num-gpus` is `--num_gpus`. [Runs and recipes](../guides/running.md) and
 [Clusters](../guides/clusters.md) explain the flags of `launch`.
 """
 
 
 def commands_page() -> str:
-    """The text of docs/reference/cli.md."""
+    """Return the text of docs/reference/cli.md."""
     parts = [HEAD, *_section("launch", launch_parser())]
     for name in recipe_names():
         path, has_flags = find_recipe(name)
@@ -51,7 +51,7 @@ def commands_page() -> str:
 
 
 def _recipe_parser(path: Path) -> FlagParser:
-    """What the recipe's `flags()` gives, as `launch` reads it: without the imports that training needs."""
+    """Return the parser from the recipe's `flags()`, without the imports that only training needs."""
     tree = ast.parse(path.read_text())
     tree.body = [statement for statement in tree.body if _serves_flags(statement)]
     scope: dict[str, Any] = {}
@@ -62,7 +62,7 @@ def _recipe_parser(path: Path) -> FlagParser:
 
 
 def _section(title: str, parser: FlagParser, only: tuple[str, ...] = ()) -> list[str]:
-    """A heading, the help's own words, and a table for each group of flags."""
+    """Return a heading, the help text, and a table for each group of flags."""
     lines = [f"## {title}", "", "```"]
     lines += [f"usage: {parser.usage}", ""] if parser.usage else []
     lines += [text.strip() + "\n" for text in (parser.description, parser.epilog) if text]

@@ -1,4 +1,4 @@
-"""The packages and modules of `launcher/`: their order, what they import, and what each says of itself."""
+"""The packages and modules of `launcher/`: their import order, imports, and docstrings."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "launcher"
-# A package (or a module beside the packages) imports those before it, and itself.
+# A package (or a top-level module) imports only those before it, and itself.
 ORDER = ["errors", "files", "sizes", "owner", "scratch", "hub", "replica", "monitor", "arguments", "config",
          "comm", "cluster", "data", "models", "checkpointing", "tensor", "sequence", "experts", "pipeline", "pipe",
          "offload", "zero", "checkpoint", "earlier_run", "optim", "engine", "estimate", "plan", "resuming", "run",
          "replica_run", "training_log", "recipe_state", "train", "integrations", "top", "cli"]  # fmt: skip
-# The same for the folders inside a package; what lies beside them is for all of them.
+# The same for the folders inside a package; all of them may import the modules next to them.
 INSIDE = {"pipeline": ["schedules", "timeline", "executor", "partition", "hf", "sequential"]}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
 def package_of(path: Path) -> str:
-    """The package of a file: its package, or the module itself."""
+    """Return the package of a file, or the name of a top-level module."""
     return path.parts[0].removesuffix(".py")
 
 
 def imported_packages(path: Path) -> Iterator[str]:
-    """Packages that a file imports, wherever in the file."""
+    """Yield the packages that a file imports, anywhere in the file."""
     yield from (name.split(".")[1] for name in _imported_modules(path) if name.startswith("launcher."))
 
 
 def imported_folders(path: Path) -> set[str]:
-    """Folders of its own package that a file imports."""
+    """Return the folders of its own package that a file imports."""
     inside = f"launcher.{package_of(path)}."
     names = {
         name.removeprefix(inside).split(".")[0] for name in _imported_modules(path) if name.startswith(inside)
@@ -49,7 +49,7 @@ def _imported_modules(path: Path) -> Iterator[str]:
 
 
 def purpose(path: Path) -> str:
-    """The first sentence of a module's docstring, or "" where it has none."""
+    """Return the first sentence of a module's docstring, or "" if it has none."""
     said = ast.get_docstring(ast.parse((PACKAGE / path).read_text())) or ""
     paragraph = " ".join(said.partition("\n\n")[0].split())
     return re.split(r"(?<=[^.].\.) (?=[A-Z`(])", paragraph, maxsplit=1)[0].removesuffix(".").removesuffix(":")

@@ -1,4 +1,4 @@
-"""The memory calculator of the docs: its numbers are the estimator's."""
+"""The memory calculator of the docs shows the estimator's numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_numbers_are_the_estimators(model: str, ranks: int, length: int, way
 
 
 def test_the_file_is_of_today() -> None:
-    """All but the sizes, of which the sample is enough."""
+    """Check everything except the sizes, which are sampled above."""
     content = json.loads(page.FILE.read_text())
     assert list(content["models"]) == list(page.MODELS) and content["cards"] == page.cards()
     assert [tuple(content[key]) for key in ("parts", "ranks", "lengths")] == [

@@ -1,4 +1,4 @@
-"""docs/config.md is what the schema says."""
+"""docs/config.md matches the schema."""
 
 from pathlib import Path
 
@@ -17,4 +17,4 @@ def test_every_key_is_on_it() -> None:
     text = keys_page()
     for path in (*implemented_paths(Config), *known_paths()):
         own = f"`{path.rpartition('.')[2]}`" in text or f"`{path}`" in text
-        assert own or f"`{path}." in text or f"`{path}.[" in text, path  # a section is there by its members
+        assert own or f"`{path}." in text or f"`{path}.[" in text, path  # a section is listed by its members

@@ -1,4 +1,4 @@
-"""Files, classes and functions that the pages name are there, by these names."""
+"""Files, classes and functions named on the pages exist."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SPAN = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?:[\w.]+/)*\w+\.(?:py|json|tsv)\b")
 THEIR_TESTS = re.compile(r"^## DeepSpeed's own unit tests$.*?(?=^## )", re.MULTILINE | re.DOTALL)
 CAMEL = re.compile(r"(?<![\w.\"-])[A-Z][a-z]\w*")
-# Written by machine from DeepSpeed's names, or about files of other programs.
+# Generated from DeepSpeed's names, or about files of other programs.
 NOT_OURS = {"deepspeed_api.md", "config.md", "transformers.md", "files.md", "cli.md"}
-# What runs, users and other programs write, read or are called.
+# Files of runs, users and other programs.
 THEIRS = {
     "ds_config.json", "config.json", "generation_config.json", "summary.json", "flags.json", "meta.json", "old.json",
     "schedule.json", "device.json", "ds.json", "train.py", "my_script.py", "zero_to_fp32.py", "aio.json", "RUN.json",
@@ -38,7 +38,7 @@ def spans() -> Iterator[tuple[Path, str]]:
 
 
 def there() -> set[str]:
-    """Every file of the project by its path, and by every end of it that begins at a directory."""
+    """Return all files of the project, by path and by every suffix of the path that starts at a directory."""
     files = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
     files += [path.relative_to(ROOT) for path in (ROOT / "ds_configs").glob("*.json")] + [
         Path("hatch_build.py")

@@ -1,4 +1,4 @@
-"""The pages: short enough, made from today's code, and every link leads somewhere."""
+"""Pages are short enough, match the current code, and all their links resolve."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prose(page: Path) -> str:
 
 
 def slugs(page: Path) -> set[str]:
-    """Anchors of the headings, as Markdown's table of contents makes them."""
+    """Return the anchors of the headings, as Markdown's table of contents generates them."""
     found = set()
     for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
         plain = unicodedata.normalize("NFKD", heading.replace("`", "")).encode("ascii", "ignore").decode()
@@ -80,7 +80,7 @@ def test_front_pages_stay_short(page: str, most: int) -> None:
 
 
 def test_tables_of_the_front_page_fit_a_terminal() -> None:
-    shown = re.sub(r"\]\([^)]*\)|[`*\[]", "", (ROOT / "README.md").read_text())  # what is read
+    shown = re.sub(r"\]\([^)]*\)|[`*\[]", "", (ROOT / "README.md").read_text())  # as rendered
     assert [line for line in shown.splitlines() if line.startswith("|") and len(line) > 80] == []
 
 
@@ -103,7 +103,7 @@ def test_the_size_that_is_told_is_about_right() -> None:
 
 
 def test_what_forges_and_libraries_read() -> None:
-    """Issue templates and CITATION.cff are YAML with the fields that are asked for, and of this version."""
+    """Issue templates and CITATION.cff are YAML with the required fields, and of this version."""
     for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
         template = yaml.safe_load(path.read_text())
         if path.stem == "config":

@@ -1,4 +1,4 @@
-"""What an installed wheel brings: configurations and recipes by name, and a README without dead links."""
+"""An installed wheel has configurations and recipes by name, and a README without dead links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_example_by_its_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert Path(path).samefile(ROOT / "ds_configs" / "zero2.json") and said is not None and path in said
     for name in ("./zero2.json", "there/zero2.json", "zero2", "zero9.json", "eyJ9"):
         assert find_config(name) == (name, None)
-    (tmp_path / "zero2.json").write_text("{}")  # a file that is there is the one that is meant
+    (tmp_path / "zero2.json").write_text("{}")  # an existing file takes precedence
     assert find_config("zero2.json") == ("zero2.json", None)
 
 
@@ -45,7 +45,7 @@ def test_the_readme_of_an_index() -> None:
 
 @pytest.mark.full
 def test_a_wheel(tmp_path: Path) -> None:
-    """Built, installed beside its dependencies, and used in an empty directory."""
+    """Build the wheel, install it next to its dependencies, and use it in an empty directory."""
     pytest.importorskip("hatchling", reason="pip install hatchling")
     build = [
         sys.executable,

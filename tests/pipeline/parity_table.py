@@ -1,8 +1,8 @@
-"""Every schedule, beside one process: losses, gradient norms and weights over 10 steps.
+"""Compares every schedule with one process: losses, gradient norms and weights over 10 steps.
 
     python -m tests.pipeline.parity_table [--write]
 
-trains all of it (minutes), and fails where a run is not that of one process. With --write it writes docs/stages.md.
+trains all cases (takes minutes), and fails if a run differs from one process. With --write it writes docs/stages.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "stages.md"
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
+    """The configuration of one run."""
 
     schedule: str
     microbatches: int
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What a run is off by, relative, and what a rank held.
+    """The relative errors of a run, and how many activations a rank held.
 
     Args:
         held, deferred: (virtual stage, microbatch) at once.
@@ -64,23 +64,23 @@ class Found:
 
 
 def layers_of(world: int) -> int:
-    return 2 * world  # two chunks of a rank
+    return 2 * world  # two chunks per rank
 
 
 @cache
 def truth(layers: int, tied: bool, steps: int, microbatches: int) -> PlainRun:
-    """One process with the same microbatches: another number of them rounds otherwise, up to 3e-5 in 10 steps."""
+    """Train in one process with the same number of microbatches: rounding depends on it, up to 3e-5 in 10 steps."""
     adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1)
     return train_plain(tiny_llama(tied, layers), batch, adamw, steps, microbatches, CLIP)
 
 
 def differences(ctx: RankContext, cases: list[Case], steps: int = STEPS) -> list[Found]:
-    """Train each case on all ranks, one stage each."""
+    """Train each case on all ranks, with one stage per rank."""
     return [compare(ctx, case, steps) for case in cases]
 
 
 def compare(ctx: RankContext, case: Case, steps: int, first: int = 0) -> Found:
-    """Train on the steps from `first` on; one process begins with step 0."""
+    """Train for `steps` steps from `first` on, and compare; the run in one process starts at step 0."""
     layers = layers_of(ctx.world)
     config = config_of(case.zero, case.microbatches, {"stages": ctx.world, "schedule": case.schedule})
     engine = engine_of(config, tiny_llama(case.tied, layers))
@@ -103,7 +103,7 @@ def compare(ctx: RankContext, case: Case, steps: int, first: int = 0) -> Found:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Every schedule, beside one process.")
+    parser = argparse.ArgumentParser(description="Compare every schedule with one process.")
     parser.add_argument("--write", action="store_true", help="write docs/stages.md")
     write: bool = parser.parse_args().write
     pool, rows, wrong = WorkerPool(), [], []
@@ -132,11 +132,11 @@ def page_of(rows: list[str]) -> str:
     lines = [
         "# Stages beside one process",
         "",
-        f"Largest relative difference of the loss and of the gradient norm of each of {STEPS} steps, and of the",
-        "weights after them, from a run of plain PyTorch in one process: a tiny Llama in fp32, AdamW with clipping,",
-        "one rank a stage. Tied: embedding and head share their weight. Held: microbatches, of each chunk, whose",
-        "activations a rank kept at once, rank by rank.",
-        "`make stages` measures it and fails above 1e-5; `make pages` writes this page.",
+        "The largest relative difference from a run of plain PyTorch in one process, over the loss and gradient norm",
+        f"of {STEPS} steps and the weights after them: a tiny Llama in fp32, AdamW with clipping, one rank per stage.",
+        "Tied: embedding and head share their weight. Held: the maximum number of microbatches (counted per chunk)",
+        "whose activations a rank stored at the same time, listed by rank.",
+        "`make stages` measures the differences and fails above 1e-5; `make pages` generates this page.",
         "",
         f"| schedule | stages | microbatches | {stages} | held |",
         "|---|---:|---:|" + "---:|" * (2 * len(ZERO)) + "---|",

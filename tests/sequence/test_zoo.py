@@ -1,4 +1,4 @@
-"""A sample of the causal-LM types is as docs/models.md says where ranks share sequences; `make models` tries all."""
+"""A sample of the causal-LM types behaves as docs/models.md says with sharded sequences; `make models` tests all."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What becomes of every causal-LM type where two ranks share its sequences:
+"""Tests every causal-LM type with its sequences sharded over two ranks:
 
     python -m tests.sequence.zoo [TYPE ...] [--write]
 
-takes one step of a tiny model of each (a ring of two ranks, a length that it does not divide) and compares the loss and
-every gradient with those of one process. A gradient may be off by 1e-5, or by twice what the last digits of the
-parameters make of it in one process: some models turn 1e-7 into 1e-5 (gemma4). Fails where one differs, stops in an
-error that is no refusal, or has another verdict than in `verdicts.tsv`; with --write it writes that file.
+takes one step of a tiny model of each (a ring of two ranks, a length that is not a multiple of two) and compares the
+loss and every gradient with those of one process. A gradient may be off by 1e-5, or by twice the effect of rounding the
+parameters in one process: some models turn 1e-7 into 1e-5 (gemma4). Fails if one differs, raises an error that is not a
+refusal, or has a verdict that differs from `verdicts.tsv`; with --write it writes that file.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ SUFFIX = re.compile(
 
 
 Watch = Callable[[torch.nn.Module], list[list[Tensor]]]
-"""Returns what one layer after the other says in a forward, which is to come; of the first one to the bit."""
+"""Registers hooks, and returns the list that the next forward fills with tensors, one entry per layer. The first
+layer must match bitwise."""
 
 
 def judge(
     ctx: RankContext, kind: str, sections: dict[str, Any] = CONFIG, watch: Watch = lambda model: []
 ) -> str:
-    """WORKS; "refused: ..."; or what is wrong.
+    """Return WORKS, "refused: ...", or what is wrong.
 
     Args:
-        sections: of the JSON, that say what is tried. All ranks have the same batch.
-        watch: tells what else must be the same.
+        sections: sections of the JSON that enable the tested feature. All ranks have the same batch.
+        watch: returns further values that must be the same.
     """
     batch = batch_of(kind, seed=0, length=LENGTH)
     plain = tiny_model(kind, seed=0).train()
@@ -96,13 +97,13 @@ def _said_alike(mine: list[Tensor], wanted: list[Tensor], layer: int) -> bool:
 
 
 def _whole_gradient(engine: Any, parameter: torch.nn.Parameter) -> Tensor | None:
-    """Of the logical parameter, on every rank."""
+    """Return the gradient of the logical parameter, on every rank."""
     slot, gradient = engine.zero.find_slot(parameter), safe_get_full_grad(parameter)
     return None if gradient is None else whole(gradient, slot.split, slot.split_axis)
 
 
 def _reason(what: str) -> str:
-    """The words of a refusal, without what all have in common, and without losses, whose last digits differ."""
+    """Return the reason for a refusal, without common parts, and without losses, whose last digits vary."""
     if "has a loss of" in what:
         return "the loss with sharded sequences differs"
     return re.sub(r"^\w+ (?=does|has|passes|cannot|is)", "", SUFFIX.sub("", what))
@@ -128,7 +129,7 @@ def _compared(
 
 
 def _off(found: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, float]:
-    """How far each gradient is off, in parts of its largest value."""
+    """Return the error of each gradient, relative to its largest value."""
     most = max(float(gradient.abs().max()) for gradient in gradients.values())
     return {
         key: float((found[key] - gradient).abs().max()) / max(float(gradient.abs().max()), SMALL * most)
@@ -137,7 +138,7 @@ def _off(found: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, float
 
 
 def _of_last_digits(kind: str, batch: dict[str, Tensor], gradients: dict[str, Tensor]) -> float:
-    """How far the gradients of one process move at most where its parameters are rounded up and down at random."""
+    """Return the largest change of the gradients of one process if its parameters are randomly rounded."""
     worst = 0.0
     for seed in range(4):
         plain, random = tiny_model(kind, seed=0).train(), torch.Generator().manual_seed(seed)
@@ -153,7 +154,7 @@ def _of_last_digits(kind: str, batch: dict[str, Tensor], gradients: dict[str, Te
 def main(
     what: str | None, verdicts_file: Path, sections: dict[str, Any], types: list[str], *more: Any
 ) -> None:
-    """Judge all types, or those that the command line names; compare with the file, or write it.
+    """Test all types, or those named on the command line; compare with the verdicts file, or write it.
 
     Args:
         what: the text of --help.
@@ -163,7 +164,7 @@ def main(
     parser.add_argument("types", nargs="*", metavar="TYPE")
     parser.add_argument("--write", action="store_true")
     parser.add_argument(
-        "--ranks", type=int, default=2, help="with other than 2, sizes in the JSON are the same"
+        "--ranks", type=int, default=2, help="number of ranks; sizes of 2 in the JSON are changed to it"
     )
     flags = parser.parse_args()
     verdicts: dict[str, str] = {}
@@ -173,7 +174,7 @@ def main(
     for kind in flags.types or types:
         try:
             verdicts[kind] = pool.run(judge, flags.ranks, kind, sections, *more)[0]
-        except Exception as error:  # a hang, or ranks that went other ways
+        except Exception as error:  # a hang, or ranks that diverged
             verdicts[kind] = f"error: {str(error)[:200]}".replace("\n", " ")
         print(f"{kind}\t{verdicts[kind]}", flush=True)
     pool.close()

@@ -1,9 +1,9 @@
-"""What becomes of every causal-LM type under tensor parallelism, and in pipeline stages.
+"""How every causal-LM type behaves under tensor parallelism and in pipeline stages.
 
     python -m tests.tensor.models_table [--write]
 
-trains every type (minutes), and fails when a type computes something else, stops in an error, or has another verdict
-than in `verdicts.tsv`. With --write it writes that file and docs/models.md.
+trains every type (takes minutes), and fails if a type computes different values, raises an unexpected error, or has a
+verdict that differs from `verdicts.tsv`. With --write it writes that file and docs/models.md.
 """
 
 from __future__ import annotations
@@ -28,62 +28,62 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 LIMIT_S = 1800.0
 
 _HEADS = {"split": "split", "gathered": "gathered", "whole": "on every rank", "": ""}
-_PLANS = {"transformers": "transformers", "ours": "ours", "both": "transformers, with rows of ours", "": ""}
+_PLANS = {"transformers": "transformers", "ours": "ours", "both": "transformers, with rules of ours", "": ""}
 
 _INTRODUCTION = """# Models under tensor and pipeline parallelism
 
-Every causal-LM type of transformers {version}, split over tensor-parallel ranks (`tensor_parallel.autotp_size`), and
-cut into pipeline stages (`pipeline.stages`). `make models` trains a tiny model of each, and
-fails where one is not as this page says; `make pages` writes it.
+Every causal-LM type of transformers {version}, split over tensor-parallel ranks (`tensor_parallel.autotp_size`) and
+into pipeline stages (`pipeline.stages`). `make models` trains a tiny model of each type and fails
+if a result does not match this page; `make pages` generates the page.
 
-| | types | as in one process | refused |
+| | types | matches one process | refused |
 |---|---:|---:|---:|
 | split at degrees 2 and 4 | {types} | {works} | {refused} |
 | ... with a plan from transformers | {theirs} | {theirs} | 0 |
-| ... with a plan of ours alone | {ours} | {ours} | 0 |
+| ... with only a plan of ours | {ours} | {ours} | 0 |
 | `"sequence_parallel": true`, degree 2 | {types} | {sequence} | {sequence_refused} |
-| its logits stay split over the vocabulary in training | {works} | {heads} | |
-| cut into 2 stages, and into 4 where it has 4 blocks | {types} | {stages} | {uncut} |
-| its sequences shared by a ring of 2 ranks | {types} | {shared} | {unshared} |
-| its experts spread over 2 ranks | {mixtures} | {spread} | {unspread} |
+| logits stay split over the vocabulary in training | {works} | {heads} | |
+| split into 2 pipeline stages, and into 4 if it has 4 blocks | {types} | {stages} | {uncut} |
+| sequences sharded over a ring of 2 ranks | {types} | {shared} | {unshared} |
+| experts sharded over 2 ranks | {mixtures} | {spread} | {unspread} |
 
-**works**: logits, loss, the gradient of every parameter, and all weights after 3 steps are those of one process, within
-1e-5 of the largest value of each in fp32 (of a gradient: of its own largest value, or 5 % of the model's largest one).
-**works (float64)**: in fp32 it misses that, for its terms cancel, so that rounding is most of what is left; in float64
-it is within 1e-6. **refused**: an error says so before anything is trained. No type is silently wrong.
+**works**: logits, loss, the gradient of every parameter, and all weights after 3 steps equal those of one process,
+within 1e-5 of the largest value of each in fp32 (for a gradient: its own largest value, or 5 % of the model's largest
+one). **works (float64)**: outside this tolerance in fp32 because terms cancel, so that the remainder is mostly rounding
+error; within 1e-6 in float64. **refused**: an error is raised before training starts. No type is silently wrong.
 
-Shared sequences are compared in the loss and every gradient of one step, with a length that the ranks do not divide.
-So are spread experts; types whose code has no experts have no word there.
-In stages, the same words are about losses, gradient norms and weights over 3 steps of 2 microbatches, schedule 1f1b,
-one rank a stage.
+Sharded sequences are compared by the loss and all gradients of one step, with a length that is not a multiple of the
+number of ranks. So are sharded experts; the column is empty for types whose code has no experts.
+For pipeline stages, the verdicts refer to losses, gradient norms and weights over 3 steps of 2 microbatches, schedule
+1f1b, one rank per stage.
 
-What this does not say: a larger degree must divide heads and features, and is refused where it does not; models are
-tried without dropout, in eager attention, on the CPU; images and sounds are tried only where a type cannot do without.
+Limits of these tests: a larger degree must divide heads and features, and is refused if it does not; models are tested
+without dropout, with eager attention, on the CPU; images and audio are tested only if a type requires them.
 
-"whole" are large parts (5 % of the tiny model) that every rank has and computes: state-space layers, image towers.
-"repeated" are parts whose parameters are split, but each rank computes them as a whole. The rest is shared.
-Output head: logits stay split over the vocabulary up to the loss, or are gathered before it because the
-model's own code looks at all of them (`vocab_parallel_lm_head`).
+"whole" lists large parts (5 % of the tiny model or more) that every rank stores and computes in full: state-space
+layers, image towers. "repeated" lists parts whose parameters are split, but which each rank computes in full. All other
+parts are split. Output head: logits stay split over the vocabulary up to the loss ("split"), or are gathered before it
+because the model's own code needs all of them ("gathered"; see `vocab_parallel_lm_head`).
 
 ## A model without a plan
 
-Say it yourself: `partition_config` has rules for the weights of linear layers, by name, in DeepSpeed's form. A pair of
-rules shares a feed-forward layer: `"column"` for the projection that makes its features, `"row"` for the one that reads
-them. What is between the two must work feature by feature (an activation function does). Where it does not, as
-in a recurrence, write `"column"` with `"gather_output": true`: weights, gradients and optimizer states are shared, and
-the rest is computed on every rank. What no rule matches stays whole; embedding and head are split without a rule. This
-is all that RWKV needs:
+You can write one: `partition_config` contains rules for the weights of linear layers, by name, in DeepSpeed's format. A
+pair of rules splits a feed-forward layer: `"column"` for the projection that produces the features, `"row"` for the one
+that consumes them. Operations between the two must be elementwise in the features, like an activation function. If they
+are not, as in a recurrence, use `"column"` with `"gather_output": true`: weights, gradients and optimizer states are
+split, and the rest is computed on every rank. Weights that match no rule stay unsplit; embedding and head are split
+without a rule. This is all that RWKV needs:
 
 ```json
 {example}
 ```
 
-Then compare the first losses with those of one process: a wrong rule mostly shows at once, as an error in shapes or as
-another loss.
+Then compare the first losses with those of one process: a wrong rule usually shows up at once, as a shape error or a
+different loss.
 
 ## The types
 
-| type | tensor parallel | sequence parallel | plan | output head | stages | shared sequences | spread experts |
+| type | tensor parallel | sequence parallel | plan | output head | stages | sharded sequences | sharded experts |
 |---|---|---|---|---|---|---|---|
 {rows}
 """
@@ -118,13 +118,13 @@ def read_verdicts() -> list[Verdict]:
 
 @cache
 def shared_verdicts() -> dict[str, str]:
-    """Type -> what becomes of it where ranks share sequences; tests/sequence/zoo.py writes them."""
+    """Return type -> verdict with sharded sequences, as written by tests/sequence/zoo.py."""
     return dict(line.split("\t") for line in SHARED.read_text().splitlines())
 
 
 @cache
 def spread_verdicts() -> dict[str, str]:
-    """Type with experts -> what becomes of it where ranks share these; tests/experts/zoo.py writes them."""
+    """Return type -> verdict with sharded experts, as written by tests/experts/zoo.py."""
     return dict(line.split("\t") for line in SPREAD.read_text().splitlines())
 
 
@@ -159,7 +159,7 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
         example=EXAMPLE,
         rows="\n".join(
             [_row(v) for v in verdicts]
-            + [f"| `{kind}` | not tried: {why} | | | | | | |" for kind, why in UNRUNNABLE.items()]
+            + [f"| `{kind}` | not tested: {why} | | | | | | |" for kind, why in UNRUNNABLE.items()]
         ),
     )
 
@@ -189,7 +189,7 @@ def _row(verdict: Verdict) -> str:
 
 
 def unsound(verdicts: Sequence[Verdict]) -> list[str]:
-    """What is neither right nor refused."""
+    """Return the types that are neither correct nor refused."""
     known = {WORKS, EXACTLY, REFUSED}
     return [
         f"{v.type}: {v.tensor}; sequence: {v.sequence}; stages: {v.stages}"
@@ -199,7 +199,9 @@ def unsound(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What becomes of every causal-LM type in parallel.")
+    parser = argparse.ArgumentParser(
+        description="Test every causal-LM type under tensor and pipeline parallelism."
+    )
     parser.add_argument("--write", action="store_true", help="write verdicts.tsv and docs/models.md")
     write: bool = parser.parse_args().write
     pool = WorkerPool()
@@ -219,7 +221,7 @@ def main() -> int:
 
 
 def as_in_fp32(verdict: Verdict) -> Verdict:
-    """Rounding, and so which types need float64, depends on the machine."""
+    """Return the verdict without float64: rounding, and so which types need it, depends on the machine."""
     return dataclasses.replace(
         verdict,
         tensor=verdict.tensor.replace(EXACTLY, WORKS),
@@ -229,7 +231,7 @@ def as_in_fp32(verdict: Verdict) -> Verdict:
 
 
 def remembered(verdict: Verdict, known: Verdict | None) -> Verdict:
-    """A type that has needed float64 once may need it again."""
+    """Return the verdict, with the float64 verdicts of an earlier run: they may be needed again."""
     if known is None:
         return verdict
     words = {
