@@ -119,7 +119,6 @@ LEFT_OUT: tuple[tuple[str, str], ...] = (
     ("unit/runtime/activation_checkpointing/*requires_num_checkpoints*", _INSIDE),
     ("unit/runtime/tensor_parallel/test_autotp_universal_checkpoint.py*", _FORMAT),
     ("unit/runtime/zenflow/test_zf.py::test_split_affinity*", _INSIDE),
-    ("unit/runtime/rollout/*", "parts of DeepSpeed's hybrid engine, which generates"),
     # others
     ("unit/v1/moe/test_autoep*", _EXPERTS),
     ("unit/v1/moe/test_fused_expert_layout.py*", _EXPERTS),
