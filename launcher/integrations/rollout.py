@@ -206,7 +206,7 @@ def build_rollout(
     if rollout_cfg.engine != HYBRID:
         raise ValueError(f"Unknown rollout engine {rollout_cfg.engine!r}; the only one is {HYBRID!r}")
     if student_engine is None or tokenizer is None:
-        raise ValueError(f"the rollout engine {HYBRID!r} needs student_engine and tokenizer")
+        raise ValueError(f"the rollout engine {HYBRID!r} needs both student_engine and tokenizer")
     return HybridEngineRollout(student_engine, tokenizer, rollout_cfg)
 
 

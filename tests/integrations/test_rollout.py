@@ -95,7 +95,7 @@ def test_mistakes(caplog: pytest.LogCaptureFixture) -> None:
         RolloutBatch(PROMPTS, MASK, torch.tensor([4]))
     with pytest.raises(ValueError, match="Unknown rollout engine"):
         build_rollout(RolloutConfig("vllm"))
-    with pytest.raises(ValueError, match="needs student_engine and tokenizer"):
+    with pytest.raises(ValueError, match="needs both student_engine and tokenizer"):
         build_rollout(RolloutConfig())
     engine: Any = SimpleNamespace(module=tiny_llama())
     rollout = HybridEngineRollout(
