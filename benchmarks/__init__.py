@@ -1,1 +1,1 @@
-"""The same training job by the launcher and by its peers, side by side: `python -m benchmarks.zero`."""
+"""Benchmarks that run the same training job with the launcher and with its peers: `python -m benchmarks.zero`."""

@@ -1,9 +1,9 @@
-"""Runs the benchmarks of docs/speed.md and of the README's speed table, and generates both: about two hours.
+"""Run the benchmarks for docs/speed.md and for the README's speed table, and generate both: about two hours.
 
 python -m benchmarks.all
 python -m benchmarks.all --only tensor-small --repeat 5
 
-Old records of a suite are replaced; they remain in the history of the repository.
+Old records of a suite are replaced; they remain in the git history.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Measures how long ranks are idle under each schedule, and compares with the closed form and a simulation.
+"""Measure how long ranks are idle under each schedule, and compare with the closed form and a simulation.
 
     python -m benchmarks.bubble --out docs/bubble.md
 
-Two ranks with one thread each; use a machine with two idle cores."""
+Two ranks with one thread each; use a machine with two idle cores.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The loss of a run on many ranks and that of one process, on the same sequences:
+"""Compare the loss curve of a run on many ranks with that of one process, on the same sequences:
 
     python -m benchmarks.curves ds_configs/3d.json --num-gpus 8 --out docs/3d.png
 
-The one process has the same JSON without stages and without tensor parallelism, and accumulates what the ranks share.
-It runs a second time with twice as many sequences in a microbatch: that difference is what rounding alone does.
+The single process uses the same JSON without pipeline and tensor parallelism, and accumulates the batches of all ranks.
+It also runs with twice as many sequences per microbatch, which shows the effect of rounding alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launcher.monitor.figure import HEIGHT, blank, finish, save
 from launcher.monitor.metrics import read_metrics
 from launcher.monitor.plot import curve
 
-FLOOR = 1e-8  # of the differences that are drawn: below the rounding of fp32
+FLOOR = 1e-8  # smallest difference drawn: below fp32 rounding
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def one_process(path: str, ranks: int, times: int) -> dict[str, Any]:
-    """The JSON of `path` for one rank, with the same sequences in a step, `times` as many in a microbatch."""
+    """Return the JSON of `path` for one rank: the same sequences per step, `times` as many per microbatch."""
     config = load(path)
     dp = config.dp_degree(ranks)
     tree = config.to_dict()
@@ -68,7 +68,7 @@ def one_process(path: str, ranks: int, times: int) -> dict[str, Any]:
 
 
 def run(flags: argparse.Namespace, config: str, ranks: int, output: Path) -> np.ndarray:
-    """Loss of each step of a run of `pretrain`."""
+    """Return the loss of each step of a `pretrain` run."""
     command = [sys.executable, "-m", "launcher.cli.main", "--config", config, "--device", "cpu"]
     command += ["--num_gpus", str(ranks), "pretrain", "--model", flags.model, "--output-dir", str(output)]
     command += ["--max-steps", str(flags.max_steps), "--seq-length", str(flags.seq_length)]
@@ -79,7 +79,7 @@ def run(flags: argparse.Namespace, config: str, ranks: int, output: Path) -> np.
 def plot(
     one: np.ndarray, many: np.ndarray, off: np.ndarray, rounding: np.ndarray, name: str, out: Path
 ) -> None:
-    """Both curves above each other, and below how far they are apart."""
+    """Plot both curves, and their difference below."""
     figure = blank(1.4 * HEIGHT)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     steps = np.arange(1, len(one) + 1)

@@ -1,4 +1,4 @@
-"""Compares the estimate with the memory of real processes, as counted by the system and by torch's allocator.
+"""Compare the estimate with the memory of real processes, as counted by the system and by torch's allocator.
 
     python -m benchmarks.estimate_allocator [TEXT ...]
 
@@ -33,7 +33,10 @@ from launcher.estimate.estimator import Estimator
 from launcher.estimate.model_trace import microbatch
 
 RESULTS = Path(__file__).with_name("results") / "estimate_allocator.md"
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed goes back
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}  # return freed memory to the system
 _CPU = {"device": "cpu"}
 
 
@@ -49,7 +52,7 @@ class Case(NamedTuple):
     world: int
     json: dict[str, Any]
     sequence: int = 256
-    size: dict[str, Any] = {}  # noqa: RUF012  (nobody changes it)
+    size: dict[str, Any] = {}  # noqa: RUF012  (never modified)
 
     @property
     def model(self) -> PretrainedConfig:
@@ -144,16 +147,16 @@ CASES = (
 
 
 class Sizes(NamedTuple):
-    """Bytes of a rank: at the peak of a step, and how much of that does not lie there between steps."""
+    """Bytes of a rank: the peak of a step, and how much of it is not allocated between steps."""
 
     peak: float
     step: float
 
 
 def measure(case: Case) -> Sizes:
-    """Measure this rank: by what the process grew, and what torch's allocator gave in a step and did not take back.
+    """Measure this rank: process growth, and bytes that torch's allocator did not free in a step.
 
-    A run of the same kind of a narrower model goes before: what is imported and started on the way is there then.
+    A narrower model of the same kind runs first, so that imports and start-up are not counted.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -169,7 +172,10 @@ def measure(case: Case) -> Sizes:
 
 
 def trained(case: Case, model: PretrainedConfig) -> tuple[Engine, Callable[[], object]]:
-    """Return an engine after three steps, and what takes one more. The peak of the system is that of the third."""
+    """Return an engine after three steps, and a function that takes one more.
+
+    The system's peak is that of the third step.
+    """
     engine = launcher.initialize(
         model=AutoModelForCausalLM.from_config(model), config=case.json, device=torch.device("cpu")
     )[0]
@@ -184,13 +190,13 @@ def trained(case: Case, model: PretrainedConfig) -> tuple[Engine, Callable[[], o
 
 
 def status(key: str) -> int:
-    """Return bytes that the system says of this process."""
+    """Return a byte count from this process's /proc status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def most_allocated(found: profile) -> int:
-    """Return the most bytes that lay between all allocations and frees."""
+    """Return the peak of allocated bytes over all allocations and frees."""
     records: Any = found.profiler
     events = sorted(records.kineto_results.events(), key=lambda event: event.start_ns())
     return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
@@ -227,7 +233,7 @@ def measured(case: Case) -> dict[int, Sizes]:
 
 
 class Row(NamedTuple):
-    """The rank of a case that was estimated worst."""
+    """The rank of a case with the largest estimation error."""
 
     case: Case
     estimated: Sizes
@@ -257,14 +263,14 @@ def row(case: Case) -> Row:
 
 
 def said(offs: list[float]) -> str:
-    """Return how far estimates are off."""
+    """Return the estimation errors in words."""
     near = sum(abs(off) <= 0.02 for off in offs)
     middle = median(abs(off) for off in offs)
     return f"median error {middle:.1%}, largest {max(offs, key=abs):+.1%}; {near} are within 2 %."
 
 
 def page(cases: list[Case]) -> Iterator[str]:
-    """Yield the lines of the page, as they are found."""
+    """Yield the lines of the page as results arrive."""
     yield HEAD
     rows = []
     for case in cases:

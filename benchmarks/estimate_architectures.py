@@ -1,9 +1,9 @@
-"""The estimate beside the engine itself: architectures that it was not made with, in several ways of running them.
+"""Compare the estimate with the engine itself, for architectures that the estimator was not developed on.
 
     python -m benchmarks.estimate_architectures [ARCHITECTURE ...]
 
-Writes `results/estimate_architectures.md`. The engine takes three steps with tensors that have no memory (`--dry-run`):
-what it allocates is counted operation by operation. Nothing is timed; it takes some ten minutes.
+Writes `results/estimate_architectures.md`. The engine takes three steps with fake tensors (`--dry-run`), and its
+allocations are counted operation by operation. Nothing is timed; it takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Row(NamedTuple):
-    """A rank that was estimated, and rehearsed. Bytes at the peak."""
+    """A rank with its estimate and its dry run. Bytes at the peak."""
 
     way: str
     estimated: int

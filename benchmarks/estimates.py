@@ -1,4 +1,4 @@
-"""Compares the estimator with papers, runs and other estimators.
+"""Compare the estimator with papers, runs and other estimators.
 
     python -m benchmarks.estimates --out docs/estimates.md
 

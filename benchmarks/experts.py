@@ -1,8 +1,8 @@
-"""Experts spread over two ranks beside ZeRO 3, DeepSpeed's ZeRO 3 and a dense model of the same work, in one run:
+"""Compare expert parallelism on two ranks with ZeRO 3, DeepSpeed's ZeRO 3 and a dense model of equal work, in one run:
 
     python -m benchmarks.experts [--steps 5] [--length 256] [--out benchmarks/results/experts.json]
 
-A Qwen3-MoE of 64 experts, 8 of which each token takes, and 207 M parameters in fp32. One microbatch on each rank:
+The model is a Qwen3-MoE with 64 experts, top-8 routing and 207 M parameters in fp32. Each rank runs one microbatch:
 forward, backward, step. The dense model's MLPs are as wide as 8 experts.
 """
 
@@ -96,7 +96,7 @@ def _ours(model: Any, sections: dict[str, Any]) -> Any:
 
 
 def _deepspeeds(model: Any) -> Any:
-    """Its blocks of experts are leaf modules, as its documentation says."""
+    """Mark the expert blocks as leaf modules, as DeepSpeed's documentation requires."""
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock

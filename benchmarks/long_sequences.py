@@ -1,9 +1,10 @@
-"""Long sequences on two ranks beside one, and beside DeepSpeed's Ulysses (ALST), in one run:
+"""Compare long sequences on two ranks with one rank, and with DeepSpeed's Ulysses (ALST), in one run:
 
     python -m benchmarks.long_sequences [--length 8192] [--steps 5] [--out benchmarks/results/long_sequences.json]
 
-One microbatch of one sequence: forward, backward, step. Each way is a process group of its own; ways take turns, step
-by step, so that what else the machine does hits all alike. torch's own `context_parallel` has no kernel for CPUs.
+A step is one microbatch of one sequence: forward, backward, step. Each variant has its own process group. The variants
+alternate step by step, so that other load on the machine affects all equally. torch's own `context_parallel` has no CPU
+kernel.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _ours(length: int, sections: dict[str, Any]) -> Callable[[], float]:
 
 
 def _deepspeeds(length: int) -> Callable[[], float]:
-    """As DeepSpeed's tutorial of sequence parallelism."""
+    """Follow DeepSpeed's tutorial on sequence parallelism."""
     import deepspeed
     import torch
     import torch.distributed.nn.functional as collectives

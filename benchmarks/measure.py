@@ -1,4 +1,4 @@
-"""What a run costs: time, memory, traffic, and what others took of the machine meanwhile (Linux)."""
+"""Measure a run: time, memory, traffic, and the load of other processes meanwhile (Linux)."""
 
 from __future__ import annotations
 
@@ -19,33 +19,38 @@ MB = 2**20
 
 
 class Peer(Protocol):
-    """A way to train. Each rank takes an equal share of the global batch, or each group of ranks that share one."""
+    """A way to train.
+
+    Each rank, or each group of ranks that share a batch, takes an equal share of the global batch.
+    """
 
     def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
-        """Runs all micro-batches of a step, leaves gradients, returns this rank's mean loss: nan where it has none."""
+        """Run all microbatches of a step, accumulate gradients, and return this rank's mean loss, or nan if it has
+        none.
+        """
         ...
 
     def optimizer_step(self) -> None:
-        """Updates the parameters and clears the gradients."""
+        """Update the parameters and clear the gradients."""
         ...
 
     def extra(self) -> dict[str, str]:
-        """What a reader should know about how it ran."""
+        """Return details of the run for the report."""
         ...
 
 
 def rss_mb() -> float:
-    """Resident memory of this process now, MB."""
+    """Return the resident memory of this process, MB."""
     return _status("VmRSS:")
 
 
 def peak_rss_mb() -> float:
-    """The most since `reset_peak`, MB."""
+    """Return the peak resident memory since `reset_peak`, MB."""
     return _status("VmHWM:")
 
 
 def reset_peak() -> None:
-    """Starts a new peak."""
+    """Start a new peak measurement."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -57,7 +62,7 @@ def _status(key: str) -> float:
 
 
 def live_tensor_mb() -> float:
-    """MB of the distinct CPU storages of floating-point tensors that Python can reach, gradients included."""
+    """Return the MB of distinct CPU storages of floating-point tensors that Python can reach, including gradients."""
     held: dict[int, int] = {}
     for found in gc.get_objects():
         if not isinstance(found, Tensor):
@@ -72,12 +77,12 @@ def live_tensor_mb() -> float:
 def _gradient(tensor: Tensor) -> Tensor | None:
     try:
         return tensor.grad if tensor.is_leaf else None
-    except Exception:  # placeholders of sharded parameters refuse questions
+    except Exception:  # placeholders of sharded parameters raise on access
         return None
 
 
 def _storage(tensor: Tensor | None) -> tuple[int, int]:
-    """(address, bytes) of what a tensor holds; (0, 0) for none."""
+    """Return (address, bytes) of a tensor's storage; (0, 0) for none."""
     tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own shard
     try:
         if tensor is None or tensor.device.type != "cpu" or not tensor.is_floating_point():
@@ -89,7 +94,7 @@ def _storage(tensor: Tensor | None) -> tuple[int, int]:
 
 
 def loopback_mb() -> float:
-    """MB that went over the loopback interface since boot."""
+    """Return the MB transferred over the loopback interface since boot."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("lo:"):
             return int(line.split()[1]) / MB
@@ -97,14 +102,14 @@ def loopback_mb() -> float:
 
 
 def machine_busy_s() -> float:
-    """CPU seconds that all processes of the machine have used since boot."""
+    """Return the CPU seconds used by all processes of the machine since boot."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     ticks = [int(field) for field in fields]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 class _Window:
-    """Counters of the machine and of this process from its making until `close`."""
+    """Counters of the machine and of this process between construction and `close`."""
 
     def __init__(self) -> None:
         self.cpu, self.busy, self.wall, self.lo = self._now()
@@ -121,7 +126,7 @@ class _Window:
 
 
 def measure(peer: Peer, work: Work, rank: int, world: int, sharing: int) -> dict[str, Any] | None:
-    """Runs the job and returns, on rank 0, the record of all ranks.
+    """Run the job and return, on rank 0, the record of all ranks.
 
     Args:
         sharing: neighbouring ranks that get the same share of the batch.
@@ -167,7 +172,7 @@ def measure(peer: Peer, work: Work, rank: int, world: int, sharing: int) -> dict
 
 
 def _merge(every: list[dict[str, Any]], window: _Window, work: Work) -> dict[str, Any]:
-    """Shares are equal, so the mean over ranks is the loss of the global batch."""
+    """Merge the records of all ranks. Shares are equal, so the mean over ranks is the loss of the global batch."""
     timed = every[0]["step_ms"][work.warmup :]
     own = sum(record["cpu_s"] for record in every)
     median = statistics.median(timed)
@@ -187,5 +192,5 @@ def _merge(every: list[dict[str, Any]], window: _Window, work: Work) -> dict[str
 
 
 def _mean(losses: tuple[float, ...]) -> float:
-    """Of the ranks that have one."""
+    """Return the mean over the ranks that have a loss."""
     return statistics.fmean(loss for loss in losses if not math.isnan(loss))

@@ -1,10 +1,11 @@
-"""A directory as the NVMe tier reads and writes it, beside fio and DeepSpeed's aio with its locked tensors.
+"""Compare the NVMe tier's reads and writes in a directory with fio and with DeepSpeed's aio (pinned tensors).
 
     python -m benchmarks.nvme --dir /local_nvme [--out benchmarks/results/nvme.md]
 
-Everybody moves the same number of bytes between memory and a preallocated file of the same directory, with requests of
-the same size, as many at a time, past the system's cache, in turns. Needs `fio`, and DeepSpeed with libaio-dev and a
-compiler; a peer that is missing is left out, and the table says so."""
+All contenders transfer the same number of bytes between memory and a preallocated file in the same directory, with the
+same request size and queue depth, bypassing the page cache, in turns. Requires `fio`, and DeepSpeed with libaio-dev and
+a compiler. A missing peer is skipped, and the table notes it.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +106,10 @@ def timed(run: Callable[[], object], size: int) -> float:
 
 
 def measure(directory: Path, size: int, config: AioConfig, turns: int) -> tuple[dict[str, Rates], list[str]]:
-    """(bytes/s by contender and operation, a number a turn; who is missing and why). The first turn, which writes to
-    new places, does not count."""
+    """Return (bytes/s by contender and operation, one per turn; missing peers with the reason).
+
+    The first turn, which writes to new blocks, does not count.
+    """
     makers: dict[str, Callable[[], Move]] = {
         OURS: lambda: ours(directory, size, config),
         ALL: lambda: ours(directory, size, config.model_copy(update={"checksum": "all"})),
@@ -129,7 +132,7 @@ def measure(directory: Path, size: int, config: AioConfig, turns: int) -> tuple[
                 rate = movers[name](operation)
                 if turn:
                     rates[name][operation].append(rate)
-        order = [*order[1:], order[0]]  # nobody always comes after the same one
+        order = [*order[1:], order[0]]  # vary the order
     return rates, missing
 
 
@@ -137,7 +140,7 @@ Rates = dict[str, list[float]]
 
 
 def against_best(rates: dict[str, Rates], name: str, operation: str) -> float:
-    """Median over turns of a contender's speed against the best peer's of the same turn."""
+    """Return the median over turns of a contender's speed relative to the best peer of the same turn."""
     peers = [peer for peer in rates if not peer.startswith(OURS)]
     if not peers:
         return float("nan")

@@ -1,9 +1,10 @@
-"""Offload of optimizer state and parameters, to host memory and to NVMe, against DeepSpeed's.
+"""Compare offload of optimizer state and parameters, to host memory and to NVMe, with DeepSpeed's.
 
     python -m benchmarks.offload --model medium --repeat 3
 
-Two ranks with one thread each; on a CPU, device and host are the same memory. NVMe is what /tmp lies on. Prints the
-tables and leaves the records in benchmarks/results/."""
+Two ranks with one thread each; on a CPU, device and host are the same memory. NVMe is the disk of /tmp. Prints the
+tables and writes the records to benchmarks/results/.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from benchmarks.suite import KEEP, Suite, main
 from benchmarks.sweep import Row
 from benchmarks.zero import WORK
 
-# table -> (stage, where what of the model rests)
+# table -> (stage, placement of the model's tensors)
 PLACES = {
     "stage 2, optimizer on the CPU": (2, "cpu"),
     "optimizer on the CPU": (3, "cpu"),

@@ -1,10 +1,10 @@
-"""Memory of training against the size of the model, with everything on NVMe: it follows the block, not the model.
+"""Measure training memory by model size, with everything on NVMe: it depends on the block size, not on the model size.
 
     python -m benchmarks.offload_memory --layers 8 16 24 40 --limit 1200 --out docs/offload_memory.png
 
-Llamas of the same blocks and more and more of them, each in a process of its own, made straight on the disk:
-Prints a table, draws it, and leaves the records in benchmarks/results/. With `--limit` the largest runs once more under
-RLIMIT_DATA: the system refuses the process more MiB of memory of its own than that, touched or not.
+The models are Llamas with more and more equal blocks. Each runs in its own process and is initialized directly on disk.
+Prints a table, plots it, and writes the records to benchmarks/results/. With `--limit` the largest model runs again
+under RLIMIT_DATA: the system denies the process more MiB of private memory than that, touched or not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from launcher.monitor.figure import blank, finish, save
 
 BLOCK = SIZES["medium"]
 SEQ, STEPS = 128, 3
-STATE = 16  # bytes of a parameter: weight, gradient and two moments in fp32
+STATE = 16  # bytes per parameter: weight, gradient and two moments in fp32
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def child(layers: int, limit: int, directory: str) -> dict[str, Any]:
-    """`train` in a process of its own."""
+    """Run `train` in its own process."""
     command = [sys.executable, "-m", "benchmarks.offload_memory", "--one", str(layers)]
     command += ["--limit", str(limit), "--nvme-path", directory]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -68,7 +68,7 @@ def child(layers: int, limit: int, directory: str) -> dict[str, Any]:
 
 
 def train(layers: int, limit: int, directory: str) -> dict[str, Any]:
-    """A few steps, and what they took."""
+    """Run a few steps, and return their cost."""
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit * MB, limit * MB))
     import torch
@@ -118,13 +118,13 @@ def config(directory: str) -> dict[str, Any]:
             "offload_param": place | {"max_in_cpu": 0},
             "offload_optimizer": place,
         },
-        "activation_checkpointing": {},  # what waits for the backward would grow with the model
+        "activation_checkpointing": {},  # otherwise saved activations would grow with the model
         "steps_per_print": 10**9,
     }
 
 
 def line(record: dict[str, Any]) -> str:
-    """For people."""
+    """Return a record as a line of text."""
     under = f" under a limit of {record['limit_mb']} MiB" if record["limit_mb"] else ""
     return (
         f"{record['layers']:4d} blocks {record['parameters'] / 1e6:7.1f} M parameters, state "
@@ -134,7 +134,7 @@ def line(record: dict[str, Any]) -> str:
 
 
 def plot(records: list[dict[str, Any]], out: Path) -> None:
-    """Peak memory and model state against parameters."""
+    """Plot peak memory and model state by parameters."""
     figure = blank()
     axes = figure.add_subplot()
     millions = [record["parameters"] / 1e6 for record in records]

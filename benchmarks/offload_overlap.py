@@ -1,10 +1,11 @@
-"""How much of the I/O of offloading hides behind the computation, or the other way round.
+"""Measure how much offload I/O overlaps with compute.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.offload_overlap --model medium --offload nvme
 
-Three times of one job at ZeRO-3: a step with offload, the same step with everything in memory (compute), and what the
-step read and wrote, moved once more with nothing else to do (I/O), by all ranks at once. The best that a step can
-take is the longer of the latter two. Prints seconds, medians over the steps of rank 0, in turns."""
+Measures three times of one job at ZeRO-3: a step with offload, the same step with everything in memory (compute), and
+the reads and writes of the step alone, by all ranks at once (I/O). A step takes at least the longer of the latter two.
+Prints seconds, medians over the steps of rank 0, alternating.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class Job:
         self.steps = 0
 
     def step(self) -> float:
-        """Seconds of a step."""
+        """Run a step; return its seconds."""
         batch = self.batches[self.steps % len(self.batches)]
         self.steps += 1
         return timed(lambda: self._train(batch))
@@ -54,10 +55,10 @@ class Job:
         items = [{"input_ids": ids, "labels": ids} for ids in batch]
         self.engine.run_microbatches(items, [1 / len(items)] * len(items))
         self.engine.step()
-        self.engine.zero.placements.buffers.wait_for_writes()  # what is still being written belongs to the step
+        self.engine.zero.placements.buffers.wait_for_writes()  # pending writes are part of the step
 
     def traffic(self) -> list[Moved]:
-        """What one step moves."""
+        """Return the transfers of one step."""
         (tier,) = self.engine.zero.placements.tiers
         moved: list[Moved] = []
 
@@ -79,7 +80,7 @@ class Job:
         return moved
 
     def io(self, moved: list[Moved]) -> float:
-        """Seconds of moving the same once more; the values are read before they are written again."""
+        """Repeat the transfers alone; return the seconds. Values are read before they are written again."""
         (tier,) = self.engine.zero.placements.tiers
         kept = {key: buffer(size, torch.uint8) for _, key, size in moved}
         for key, memory in kept.items():

@@ -1,17 +1,18 @@
-"""Elements per second of a CPU optimizer step: ours, torch's and DeepSpeed's, beside what memory allows.
+"""Measure elements per second of a CPU optimizer step: ours, torch's and DeepSpeed's, relative to memory bandwidth.
 
     python -m benchmarks.optimizer_step --threads 1 2 --out benchmarks/results/optimizer_step.jsonl
 
-AdamW on fp32 master weights. "fp32": gradients are fp32. "bf16": gradients come in bf16, and the new weights are
-written in bf16, too; torch and DeepSpeed cast in passes of their own. "compiled": with the JSON's `compile`. Each works
-in memory as its library allocates it: ours in huge pages, torch and DeepSpeed in torch's. "in our memory": DeepSpeed
-where ours works.
+AdamW on fp32 master weights. "fp32": gradients are fp32. "bf16": gradients are bf16, and the new weights are also
+written in bf16; torch and DeepSpeed cast in separate passes. "compiled": with the JSON's `compile`. Each uses the
+memory that its library allocates: ours huge pages, torch and DeepSpeed torch's allocator. "in our memory": DeepSpeed in
+our memory.
 
-An element costs 28 bytes of traffic in all of them. "bound": the time of so many bytes at the speed of the fastest of
-some plain operations that read and write memory (`streams`), in memory as ours.
+An element costs 28 bytes of traffic in all of them. "bound": the time for these bytes at the bandwidth of the fastest
+of several plain memory operations (`streams`), in our memory.
 
-All take turns in one process for each number of threads. Times are the faster quartile of the turns; ratios are
-medians of the ratios of each turn, so that what disturbs a turn disturbs both sides."""
+All alternate in one process per number of threads. Times are the faster quartile of the turns. Ratios are medians of
+the ratios of each turn, so that a disturbance in a turn affects both sides.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ from launcher.offload.tier import memory
 from launcher.optim import one_pass
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-BYTES = 28  # of an element: weights and two moments read and written, 4 for gradient and parameter
+BYTES = 28  # per element: weights and two moments read and written, 4 for gradient and parameter
 Steps = dict[str, Callable[[], object]]
 
 
 class Tensors(NamedTuple):
-    """What a step works on, each [numel]."""
+    """The tensors of a step, each [numel]."""
 
     weights: Tensor
     exp_avg: Tensor
@@ -63,7 +64,7 @@ def tensors(make: Callable[[torch.dtype], Tensor]) -> Tensors:
 
 
 def steps(numel: int, mine: Tensors) -> Steps:
-    """What is timed, by name."""
+    """Return the steps to time, by name."""
     plain = tensors(lambda dtype: torch.empty(numel, dtype=dtype))
     found = {**ours(mine), **theirs(plain, " fp32", " bf16")}
     return {**found, **theirs(mine, " in our memory fp32", " in our memory bf16", only="DeepSpeed")}
@@ -82,7 +83,7 @@ def ours(on: Tensors) -> Steps:
 
 
 def theirs(on: Tensors, fp32: str, bf16: str, *, only: str = "") -> Steps:
-    """Steps of torch and DeepSpeed."""
+    """Return the steps of torch and DeepSpeed."""
     found: Steps = {}
     for name, make in {"torch": _torch, "DeepSpeed": _deepspeed}.items():
         if only in name and (step := make(on)) is not None:
@@ -123,7 +124,7 @@ def _deepspeed(on: Tensors) -> Callable[[], object] | None:
 
 
 def streams(on: Tensors) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Operations that compute next to nothing: name -> (bytes of an element that they read and write, the call)."""
+    """Return operations with almost no compute: name -> (bytes per element read and written, the call)."""
     a, b, c = on.exp_avg, on.exp_avg_sq, on.weights
     sgd: dict[str, Any] = {
         "weight_decay": 0.0,
@@ -144,8 +145,9 @@ def streams(on: Tensors) -> dict[str, tuple[int, Callable[[], object]]]:
 
 @torch.no_grad()
 def measure(numel: int, turns: int, limit: float) -> dict[str, Any]:
-    """Seconds of each, one a turn, until there are `turns` or `limit` seconds have passed; what others used of the
-    machine meanwhile."""
+    """Return the seconds of each step, one per turn, for `turns` turns or `limit` seconds, and the load of other
+    processes.
+    """
     mine = tensors(lambda dtype: memory(numel, dtype, torch.device("cpu")))
     what = steps(numel, mine)
     plain = streams(mine)
@@ -162,14 +164,14 @@ def measure(numel: int, turns: int, limit: float) -> dict[str, Any]:
     wall = time.perf_counter() - start
     others = (machine_busy_s() - busy - (time.process_time() - own)) / wall / (os.cpu_count() or 1)
     speeds = {name: sorted(moved * numel / s for s in found[name]) for name, (moved, _) in plain.items()}
-    # bytes/s of the faster quartile, of the operation that has most
+    # bytes/s of the faster quartile, for the fastest operation
     best = max(speeds, key=lambda name: speeds[name][-len(speeds[name]) // 4])
     found["bound"] = [s * BYTES / plain[best][0] for s in found[best]]
     return {"s": found, "others": round(others, 3), "bound": best}
 
 
 def quick(seconds: list[float]) -> float:
-    """The faster quartile."""
+    """Return the faster quartile."""
     return sorted(seconds)[len(seconds) // 4]
 
 
@@ -193,7 +195,7 @@ def table(threads: int, numel: int, measured: dict[str, Any]) -> str:
 
 
 def ratio(mine: list[float], theirs: list[float]) -> float:
-    """Median over turns of how often ours goes into theirs."""
+    """Return the median over turns of their time divided by ours."""
     return median(other / own for own, other in zip(mine, theirs, strict=True))
 
 
@@ -205,7 +207,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for each number of threads")
     parser.add_argument("--out", type=Path, help="a line of JSON for each number of threads is added")
     args = parser.parse_args()
-    if len(args.threads) > 1:  # OpenMP takes its number of threads once a process
+    if len(args.threads) > 1:  # OpenMP sets its number of threads once per process
         options = [
             f"--{key}={getattr(args, key)}"
             for key in ("numel", "turns", "limit", "out")

@@ -1,9 +1,10 @@
-"""Pipeline stages against DeepSpeed's PipelineModule and torch.distributed.pipelining.
+"""Compare pipeline parallelism with DeepSpeed's PipelineModule and torch.distributed.pipelining.
 
     python -m benchmarks.pipeline --model small --repeat 3
 
-Two ranks with one thread each hold half of the blocks, and a step has eight micro-batches; plain PyTorch runs in one
-process, for its losses. Prints the tables and leaves the records in benchmarks/results/."""
+Two ranks with one thread each hold half of the blocks each, and a step has eight microbatches. Plain PyTorch runs in
+one process as the reference for the losses. Prints the tables and writes the records to benchmarks/results/.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Compares the planner's step times with measured ones, on two ranks of this machine, in twelve modes.
+"""Compare the planner's step times with measured ones, on two ranks of this machine, in twelve modes.
 
     python -m benchmarks.predicted_steps [TEXT ...]
 
-Writes `results/predicted_steps.md`; TEXT: only modes with it. The device is measured first (`launch bench device`), and
-nothing is fitted to the runs. Run it on a machine that does nothing else.
+Writes `results/predicted_steps.md`; with TEXT, only modes that contain it. The device is measured first (`launch bench
+device`), and nothing is fitted to the runs. Use an idle machine.
 """
 
 from __future__ import annotations

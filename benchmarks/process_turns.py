@@ -1,5 +1,7 @@
-"""Ways to do the same step, each in a process group of its own, that take turns step by step: what else the machine
-does hits all alike, and no way has the memory of another."""
+"""Run variants of the same step, each in its own process group, alternating step by step.
+
+Other load on the machine affects all variants equally, and no variant shares memory with another.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,15 @@ from tests.parity_deepspeed import operators
 def in_turns(
     module: str, ways: Mapping[str, int], arguments: list[str], steps: int, directory: Path
 ) -> dict[str, dict[str, float]]:
-    """Start all ranks of all ways, and give each way its turn: a file that its ranks wait for.
+    """Start all ranks of all variants, and give each variant its turn through a file that its ranks wait for.
 
     Args:
-        module: is run with the arguments and `--rank WAY RANK DIRECTORY`, and calls `run_rank`.
+        module: run with the arguments and `--rank WAY RANK DIRECTORY`; it calls `run_rank`.
         ways: name -> ranks.
 
     Returns:
-        For each way: median seconds of a step, CPU seconds of the busiest rank / of the mean, the last loss, and the
-        most memory of a rank, in bytes.
+        For each variant: median seconds per step, CPU seconds of the busiest rank / of the mean, the last loss, and the
+        peak memory over ranks, in bytes.
     """
     processes = []
     for number, (way, ranks) in enumerate(ways.items()):
@@ -42,7 +44,7 @@ def in_turns(
             processes.append(subprocess.Popen(command, env=environment))
     taken: dict[str, list[list[float]]] = {way: [] for way in ways}
     last: dict[str, list[dict[str, float]]] = {}
-    for step in range(-1, steps):  # the first one warms up
+    for step in range(-1, steps):  # the first step is warm-up
         for way, ranks in ways.items():
             (directory / f"go {way} {step}").touch()
             done = [directory / f"done {way} {step} {rank}" for rank in range(ranks)]
@@ -69,7 +71,7 @@ def in_turns(
 
 
 def plain_step(engine: Any, ids: Any) -> Callable[[], float]:
-    """Return a step on these tokens, of an engine of ours or of DeepSpeed's."""
+    """Return a step on these tokens, with our engine or DeepSpeed's."""
 
     def step() -> float:
         loss = engine(input_ids=ids, labels=ids).loss
@@ -81,7 +83,7 @@ def plain_step(engine: Any, ids: Any) -> Callable[[], float]:
 
 
 def run_rank(step_of: Callable[[], float], steps: int, way: str, rank: str, directory: str) -> None:
-    """Do a step whenever it is this way's turn; `step_of` returns the loss."""
+    """Run a step in each of this variant's turns; `step_of` returns the loss."""
     for step in range(-1, steps):
         while not Path(directory, f"go {way} {step}").exists():
             time.sleep(0.005)

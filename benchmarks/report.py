@@ -1,4 +1,4 @@
-"""Markdown tables of a session's records:  python -m benchmarks.report benchmarks/results/FILE.jsonl"""
+"""Print Markdown tables of a session's records:  python -m benchmarks.report benchmarks/results/FILE.jsonl"""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ COLUMNS = [
 ]
 
 
-# How far a step's loss may be from plain PyTorch's, relatively: further off, a row did another job.
+# Largest relative difference of a step's loss from plain PyTorch's; above it, the row is wrong.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
-DISTURBED = 0.1  # share of the CPUs that others used: such a run does not count where there is another
+DISTURBED = 0.1  # CPU share of other processes; such a run does not count if there is another
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row over all its turns. Memory is of the rank that needs most; `loss_off` is the largest relative
-    distance of a step's loss from plain PyTorch's (nan without that row)."""
+    """A row over all its turns.
+
+    Memory is the maximum over ranks; `loss_off` is the largest relative difference of a step's loss from plain
+    PyTorch's (nan without that row).
+    """
 
     name: str
     peer: str
@@ -82,7 +85,7 @@ def wrong_losses(file: Path) -> list[str]:
     session, runs = _last_session(file)
     truth, limit = _truth(runs), TOLERANCE[session["work"]["dtype"]]
     lines = [_line(row, of_row, truth) for row in session["rows"] if _good(of_row := _of_row(row, runs))]
-    # nan, a loss that is no number, is as wrong as one can be; without a truth all distances are nan
+    # a nan loss counts as wrong; without a reference all differences are nan
     return [line.name for line in lines if truth is not None and not line.loss_off <= limit]
 
 

@@ -1,4 +1,4 @@
-"""One rank of one run; rank 0 prints `RESULT {json}`.
+"""Run one rank of one run; rank 0 prints `RESULT {json}`.
 
 python -m benchmarks.run_peer --peer single --model tiny
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.run_peer --peer deepspeed --stage 3 --model small
@@ -22,7 +22,7 @@ MARK = "RESULT "
 
 
 def parse() -> tuple[str, Work, Flags]:
-    """Flags named as the fields of `Work` and `Flags`."""
+    """Parse flags that are named after the fields of `Work` and `Flags`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--peer", required=True, choices=PEERS)
     add_flags(parser)
@@ -31,7 +31,7 @@ def parse() -> tuple[str, Work, Flags]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What `picked` reads."""
+    """Add the flags that `picked` reads."""
     for kind in (Work, Flags):
         for field in dataclasses.fields(kind):
             convert = type(field.default)
@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def picked(args: argparse.Namespace) -> tuple[Work, Flags]:
-    """The job and how the peer is set up."""
+    """Return the job and the settings of the peer."""
     made: list[Any] = [
         kind(**{field.name: getattr(args, field.name) for field in dataclasses.fields(kind)})
         for kind in (Work, Flags)
@@ -57,14 +57,14 @@ def _yes(text: str) -> bool:
 
 
 def prepare() -> tuple[int, int]:
-    """What is the same for all peers, before they are imported; gives the rank and how many there are."""
+    """Do the setup that all peers share, before they are imported; return rank and world size."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore")
     import torch
     import torch.distributed as dist
-    import transformers.models.llama.modeling_llama  # noqa: F401  (part of the base, not of the run)
+    import transformers.models.llama.modeling_llama  # noqa: F401  (part of the baseline memory)
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if "RANK" in os.environ:

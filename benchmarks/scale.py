@@ -1,10 +1,10 @@
-"""Measures how the work before the first step grows with the number of ranks, on a single machine.
+"""Measure how the work before the first step grows with the number of ranks, on a single machine.
 
 python -m benchmarks.scale                   # writes docs/scale.md and docs/scale.png; takes two minutes
 
 For 64 to 16,384 ranks: the hostfile is read and split; the real engine starts and takes three steps as one rank of a
-mesh of that size, with torch's fake process group and tensors without memory; and a checkpoint is planned: the part of
-each rank, and the merge of all parts on rank 0. Each number of ranks runs in its own process.
+mesh of that size, with torch's fake process group and fake tensors; and a checkpoint is planned: the part of each rank,
+and the merge of all parts on rank 0. Each number of ranks runs in its own process.
 """
 
 from __future__ import annotations

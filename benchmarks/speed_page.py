@@ -1,4 +1,4 @@
-"""Compares our rows with each peer by mode: generates docs/speed.md and six rows of the README from the records.
+"""Compare our rows with each peer by mode: generate docs/speed.md and six rows of the README from the records.
 
 python -m benchmarks.speed_page
 """
@@ -110,7 +110,7 @@ class Against:
 
     @property
     def short_cells(self) -> list[str]:
-        """The cells of the README's row, except the first."""
+        """Return the cells of the README's row, except the first."""
         peer = f"{PEERS[self.fastest.peer]}: {statistics.median(self.fastest.step_ms):.0f} ms"
         return [f"{statistics.median(self.ours.step_ms):.0f} ms", peer, self.speed, self.memory]
 

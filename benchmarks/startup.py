@@ -62,7 +62,10 @@ def machines() -> Iterator[Hosts]:
 
 
 def measure(hosts: Hosts, way: str) -> list[float]:
-    """Seconds until the first line, all ranks, the end; of "floor" until the end alone."""
+    """Return the seconds until the first line, until all ranks have printed, and until the end.
+
+    For "floor" only the end.
+    """
     cwd = Path(tempfile.mkdtemp(prefix="startup-", dir=hosts.folder))
     (cwd / "script.py").write_text(SCRIPT_OF_RANKS)
     if way == "floor":

@@ -1,4 +1,4 @@
-"""A suite is a list of rows in groups, and the command that runs it: `zero.py` and `tensor.py` are suites."""
+"""A suite is a list of rows in groups, and the command that runs it. `zero.py` and `tensor.py` are suites."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from benchmarks.workload import Work
 
 LIMIT_S = {"tiny": 120.0, "small": 240.0, "medium": 400.0}
 RESULTS = ROOT / "benchmarks" / "results"
-WARM_UP_LIMIT_S = 900.0  # g++ on a busy machine takes its time
+WARM_UP_LIMIT_S = 900.0  # g++ is slow on a busy machine
 
-# glibc's malloc: keep what was freed (fast), or hand large blocks back at once (small).
+# glibc's malloc: keep freed memory (fast), or return large blocks at once (small).
 KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
 HAND_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What one command measures.
+    """The rows of one command.
 
     Args:
-        name: starts the name of the file of records.
-        work: the job, by size of the model.
+        name: prefix of the file of records.
+        work: the job, by model size.
         groups: the tables.
-        ours, peers: rows as people would start them.
+        ours, peers: rows with usual settings.
         tuned: peers with the settings that were measured to help them.
     """
 
@@ -40,7 +40,7 @@ class Suite:
     tuned: list[Row]
 
     def choose(self, groups: list[str], *, tuned: bool, only: str = "") -> list[Row]:
-        """The rows of some groups, ours and its peers next to each other in time."""
+        """Return the rows of some groups, with ours and its peers adjacent in time."""
         rows = self.ours + self.peers + (self.tuned if tuned else [])
         wanted = [
             replace(row, groups=tuple(group for group in row.groups if group in groups))
@@ -51,7 +51,7 @@ class Suite:
 
 
 def compile_ops() -> None:
-    """DeepSpeed compiles its ops at first use: not in the time of a row."""
+    """Compile DeepSpeed's ops before the timed rows, since it compiles them at first use."""
     print("DeepSpeed's ops: compiling, where that has not been done", flush=True)
     record = run(
         Row("warm up", (), "deepspeed", flags={"stage": 1}), Work(steps=2, warmup=1), WARM_UP_LIMIT_S
@@ -61,7 +61,7 @@ def compile_ops() -> None:
 
 
 def main(suite: Suite, description: str | None) -> None:
-    """The command line of a suite. Ends with status 1 where a row did another job than plain PyTorch."""
+    """Run the command line of a suite. Exits with status 1 if a row's losses differ from plain PyTorch's."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=suite.work, default="small")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
@@ -84,7 +84,7 @@ def main(suite: Suite, description: str | None) -> None:
 
 
 def results_file(suite: Suite, model: str) -> Path:
-    """A new one."""
+    """Return the path of a new file of records."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M")
     return RESULTS / f"{suite.name}-{model}-{stamp}.jsonl"
 
@@ -100,7 +100,7 @@ def run_suite(
     tuned: bool = True,
     only: str = "",
 ) -> None:
-    """Run the rows in turns, leave the records in `out`, and print the tables.
+    """Run the rows in turns, write the records to `out`, and print the tables.
 
     Args:
         repeat: turns.

@@ -1,4 +1,4 @@
-"""Runs rows one after another, each in processes of its own, and appends their records to a JSONL file."""
+"""Run rows one after another, each in its own processes, and append their records to a JSONL file."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PACKAGES = ["torch", "transformers", "deepspeed"]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One row of the table.
 
     Args:
-        name: what the table calls it.
-        groups: the tables it stands in; ratios compare rows of one group.
+        name: its name in the table.
+        groups: the tables that contain it; ratios compare rows of one group.
         peer: file of `benchmarks/peers`.
         world: ranks; 1 runs without torchrun.
         flags: of `benchmarks.peers.base.Flags`.
@@ -46,12 +46,12 @@ class Row:
 
     @property
     def is_ours(self) -> bool:
-        """The launcher, not a peer."""
+        """Return whether this row is the launcher's."""
         return self.peer == "ours"
 
 
 def sweep(rows: Iterable[Row], work: Work, repeat: int, out: Path, limit_s: float) -> None:
-    """Runs every row once, then all again, `repeat` times: slow drifts of the machine meet all rows alike."""
+    """Run all rows once, then again, `repeat` times, so that drifts of the machine affect all rows equally."""
     rows = list(rows)
     out.parent.mkdir(parents=True, exist_ok=True)
     append(out, {"session": describe_session(), "work": asdict(work), "rows": [asdict(row) for row in rows]})
@@ -65,7 +65,7 @@ def sweep(rows: Iterable[Row], work: Work, repeat: int, out: Path, limit_s: floa
 
 
 def run(row: Row, work: Work, limit_s: float) -> dict[str, Any]:
-    """One run of a row: its record, or `{"failed": last lines of its output}`."""
+    """Run a row once; return its record, or `{"failed": last lines of its output}`."""
     environment = os.environ | row.environment
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": _python_path()}
     process = subprocess.Popen(
@@ -78,7 +78,7 @@ def run(row: Row, work: Work, limit_s: float) -> dict[str, Any]:
     try:
         output = process.communicate(timeout=limit_s)[0]
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its ranks on this, and would orphan them on a kill
+        process.terminate()  # torchrun ends its ranks on SIGTERM; SIGKILL would orphan them
         output = process.communicate()[0] + f"\nError: no result within {limit_s:g} s"
     results = [line for line in output.splitlines() if line.startswith(MARK)]
     if not results:
@@ -88,7 +88,7 @@ def run(row: Row, work: Work, limit_s: float) -> dict[str, Any]:
 
 
 def command(row: Row, work: Work) -> list[str]:
-    """The command line of a run."""
+    """Return the command line of a run."""
     settings = {**asdict(work), **row.flags, "peer": row.peer}
     options = [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", str(value))]
     if row.world == 1:
@@ -105,7 +105,7 @@ def command(row: Row, work: Work) -> list[str]:
 
 
 def wait_until_idle() -> None:
-    """Waits, for a while, until other processes use under 15 % of the machine."""
+    """Wait, with a limit, until other processes use less than 15 % of the machine."""
     end = time.monotonic() + IDLE_LIMIT_S
     while time.monotonic() < end:
         before = _cpu_ticks()
@@ -117,7 +117,7 @@ def wait_until_idle() -> None:
 
 
 def describe_session() -> dict[str, Any]:
-    """Machine, versions, commit and date: what a table must say to be believed."""
+    """Return machine, versions, commit and date."""
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
         "date": datetime.now().isoformat(timespec="minutes"),
@@ -132,13 +132,13 @@ def describe_session() -> dict[str, Any]:
 
 
 def append(out: Path, record: dict[str, Any]) -> None:
-    """One more line of a JSONL file."""
+    """Append a line to a JSONL file."""
     with out.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def _reason(output: str) -> str:
-    """The last error in an output, without the directories of this machine."""
+    """Return the last error in an output, without local directories."""
     errors = [line for line in output.splitlines() if "Error: " in line and "ChildFailedError" not in line]
     text = errors[-1] if errors else output[-160:]
     for place in (sys.prefix, sys.base_prefix, str(ROOT), str(Path.home())):

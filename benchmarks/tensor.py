@@ -1,9 +1,10 @@
-"""Tensor parallelism against DeepSpeed's AutoTP and torch's parallelize_module.
+"""Compare tensor parallelism with DeepSpeed's AutoTP and torch's parallelize_module.
 
     python -m benchmarks.tensor --model small --repeat 3
 
-Two ranks with one thread each share every layer and get the same batch; plain PyTorch runs in one process, for its
-losses. Prints the tables and leaves the records in benchmarks/results/."""
+Two ranks with one thread each split every layer and get the same batch. Plain PyTorch runs in one process as the
+reference for the losses. Prints the tables and writes the records to benchmarks/results/.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from benchmarks.suite import KEEP, Suite, main
 from benchmarks.sweep import Row
 from benchmarks.workload import Work
 
-# The ranks share a batch, so a step of two micro-batches is two micro-batches on each.
+# The ranks share a batch, so a step of two microbatches has two on each.
 WORK = {
     "tiny": Work("tiny", global_batch=4, micro_batch=2, steps=8, warmup=3),
     "small": Work("small", global_batch=4, micro_batch=2, steps=8, warmup=3),

@@ -1,8 +1,9 @@
-"""Hugging Face's Trainer with our engine and with DeepSpeed: the same script and JSON, stage by stage.
+"""Compare Hugging Face's Trainer on our engine and on DeepSpeed: the same script and JSON, stage by stage.
 
     python -m benchmarks.trainer --model small --turns 3
 
-Two ranks with one thread each. Prints the median step of each, and how much faster ours is, turn by turn."""
+Two ranks with one thread each. Prints the median step time of each, and our speedup per turn.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def work(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
 
     class Clock(TrainerCallback):
-        """Moments at which steps end."""
+        """Record the times at which steps end."""
 
         times: list[float] = []  # noqa: RUF012
 
@@ -60,7 +61,7 @@ def work(args: argparse.Namespace) -> None:
 
     zero = {
         "stage": args.stage[0],
-        "overlap_comm": False,  # DeepSpeed has no streams to overlap on
+        "overlap_comm": False,  # DeepSpeed has no streams for overlap on CPUs
         "reduce_bucket_size": AUTO,
         "stage3_prefetch_bucket_size": AUTO,
         "stage3_param_persistence_threshold": AUTO,
@@ -93,7 +94,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def run(who: str, stage: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One run on two ranks."""
+    """Run once on two ranks."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", _free_port(),
         "-m", "benchmarks.trainer", "--who", who, "--stage", str(stage), "--model", args.model,

@@ -1,9 +1,10 @@
-"""Steps of two peers in turns, in the same processes.
+"""Alternate the steps of two peers in the same processes.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.turns ddp ours --stage 0 --model small --steps 33
 
-On a machine whose speed changes from one half minute to the next, the fairest comparison of times there is. Not of
-memory: both peers are there."""
+This is the fairest comparison of times on a machine whose speed varies within half a minute. It cannot compare memory,
+because both peers are in one process.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def in_turns(pair: list[Peer], work: Work, share: int, shares: int) -> list[list[float]]:
-    """Milliseconds of each timed step of each peer; who is first changes from step to step."""
+    """Return the milliseconds of each timed step of each peer; the order alternates from step to step."""
     import torch.distributed as dist
 
     text, times = Text(work.seq), [[0.0] * work.steps for _ in pair]
@@ -53,7 +54,7 @@ def in_turns(pair: list[Peer], work: Work, share: int, shares: int) -> list[list
 
 
 def summary(names: list[str], times: list[list[float]]) -> str:
-    """Median step of both, and how many times as fast the second is: median and quartiles over the steps."""
+    """Return the median step of both, and the speedup of the second: median and quartiles over the steps."""
     ratios = [first / second for first, second in zip(*times, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     steps = ", ".join(

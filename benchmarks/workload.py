@@ -1,5 +1,4 @@
-"""The job that every peer does: the same seeded Llama, the same text in the same order, the same AdamW, so
-that the losses of any two peers compare step by step."""
+"""The job of every peer: the same seeded Llama, text, order and AdamW, so that losses are comparable step by step."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, embedding and head untied."""
+        """Return the number of parameters, with untied embedding and head."""
         block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * block + 2 * VOCAB * self.hidden + self.hidden
 
@@ -52,17 +51,17 @@ class Work:
     warmup: int = 3
 
     def accumulation(self, shares: int) -> int:
-        """Micro-batches a rank runs in a step, where the global batch has so many shares."""
+        """Return the microbatches per rank and step, for a global batch split into so many shares."""
         return self.global_batch // (shares * self.micro_batch)
 
 
 def llama_config(size: str) -> Any:
-    """The Hugging Face config of a named size."""
+    """Return the Hugging Face config of a named size."""
     return config_of(SIZES[size])
 
 
 def config_of(s: Size) -> Any:
-    """The Hugging Face config of a size."""
+    """Return the Hugging Face config of a size."""
     from transformers import LlamaConfig
 
     fields: dict[str, Any] = {
@@ -85,7 +84,7 @@ def config_of(s: Size) -> Any:
 
 
 def build_model(size: str, seed: int = 0) -> LlamaForCausalLM:
-    """The model in fp32 and training mode, the same values on every rank."""
+    """Return the model in fp32 and training mode, with the same values on every rank."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -96,7 +95,7 @@ def build_model(size: str, seed: int = 0) -> LlamaForCausalLM:
 
 
 def lm_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Cross entropy of the next byte, mean over tokens; logits (batch, seq, vocab), ids (batch, seq)."""
+    """Return the cross entropy of the next byte, mean over tokens; logits (batch, seq, vocab), ids (batch, seq)."""
     import torch.nn.functional as F
 
     logits = logits[:, :-1].float()
@@ -104,9 +103,9 @@ def lm_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 class Text:
-    """The standard library's sources as bytes, cut into sequences in a fixed order."""
+    """The standard library's sources as bytes, split into sequences in a fixed order."""
 
-    # Coprime to the length: neighbouring sequences come from all over the text.
+    # Coprime to the length, so that consecutive sequences come from distant parts of the text.
     STRIDE = 1_000_003
     LIMIT = 8 << 20
 
@@ -122,12 +121,12 @@ class Text:
         self.seq = seq
 
     def sequence(self, index: int) -> Tensor:
-        """Token ids, shape (seq,)."""
+        """Return token ids of shape (seq,)."""
         start = (index * self.STRIDE) % (len(self.tokens) - self.seq)
         return self.tokens[start : start + self.seq].long()
 
     def step(self, step: int, work: Work, share: int, shares: int) -> list[Tensor]:
-        """The micro-batches of a step in one of equal, contiguous shares of the global batch."""
+        """Return the microbatches of a step for one of several equal, contiguous shares of the global batch."""
         import torch
 
         size = work.global_batch // shares

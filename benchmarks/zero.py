@@ -1,9 +1,10 @@
-"""ZeRO 0-3 against DDP, FSDP2, DeepSpeed and plain PyTorch.
+"""Compare ZeRO 0-3 with DDP, FSDP2, DeepSpeed and plain PyTorch.
 
     python -m benchmarks.zero --model small --repeat 3
 
 Two ranks with one thread each; every row trains the same model on the same text, in turns. Prints the tables
-and leaves the records in benchmarks/results/."""
+and writes the records to benchmarks/results/.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The Hugging Face Trainer on this engine:  launch --num_gpus 2 --device cpu examples/hf_trainer.py
 
-Nothing here knows `launch`. The Trainer passes the JSON on, and fills in every "auto".
+The script does not depend on `launch`. The Trainer passes the JSON on and fills in every "auto".
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""A model of your own in pipeline stages:  launch --num_gpus 2 --device cpu examples/pipeline_module.py
+"""Pipeline stages for your own model:  launch --num_gpus 2 --device cpu examples/pipeline_module.py
 
-Each rank builds its own layers only. A step's microbatches go through the stages one after the other.
+Each rank builds only its own layers. The microbatches of a step pass through the stages one after another.
 """
 
 import torch
@@ -12,7 +12,7 @@ from launcher.pipe import LayerSpec, PipelineModule
 STEPS = 20
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
-    "gradient_accumulation_steps": 4,  # microbatches of a step
+    "gradient_accumulation_steps": 4,  # microbatches per step
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "pipeline": {"schedule": "1f1b"},
 }

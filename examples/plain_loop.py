@@ -1,6 +1,6 @@
 """A training loop:  launch --num_gpus 2 --device cpu examples/plain_loop.py
 
-Any nn.Module will do. The engine shards the optimizer's state (ZeRO 1) and deals the data out to the ranks.
+Any nn.Module works. The engine shards the optimizer state (ZeRO 1) and distributes the data over the ranks.
 """
 
 import torch

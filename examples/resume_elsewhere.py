@@ -1,9 +1,9 @@
-"""A checkpoint is of the model, not of the cluster. Run it twice, on other numbers of ranks:
+"""Resume a checkpoint on another number of ranks. Run the script twice:
 
 launch --num_gpus 2 --device cpu examples/resume_elsewhere.py
 launch --num_gpus 1 --device cpu examples/resume_elsewhere.py
 
-Two ranks save at ZeRO 3; one rank goes on at ZeRO 1. The global batch stays the same.
+Two ranks save at ZeRO 3; one rank resumes at ZeRO 1. The global batch stays the same.
 """
 
 import torch
@@ -30,7 +30,7 @@ data = list(zip(inputs, inputs.sum(dim=1, keepdim=True), strict=True))
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 
 engine, _, loader, _ = launcher.initialize(model=model, config=CONFIG, training_data=data)
-found, state = engine.load_checkpoint(OUT)  # (None, {}) where there is none
+found, state = engine.load_checkpoint(OUT)  # (None, {}) if there is no checkpoint
 if engine.global_rank == 0:
     print(f"going on after step {state['steps']}" if found else "starting anew")
 for features, wanted in loader:

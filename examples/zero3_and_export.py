@@ -1,6 +1,6 @@
-"""ZeRO 3 from the first byte to the export:  launch --num_gpus 2 --device cpu examples/zero3_and_export.py
+"""ZeRO 3 from initialization to export:  launch --num_gpus 2 --device cpu examples/zero3_and_export.py
 
-Under zero.Init the model is built without memory, and no rank ever holds all of it. The export is an ordinary model.
+Inside zero.Init the model is built without memory, and no rank ever holds all of it. The export is an ordinary model.
 """
 
 import torch
@@ -29,9 +29,9 @@ for batch in loader:
     engine.backward(loss)
     engine.step()
 
-with zero.GatheredParameters([model.lm_head.weight]):  # every rank enters it
+with zero.GatheredParameters([model.lm_head.weight]):  # all ranks must enter it
     largest = model.lm_head.weight.abs().max().item()
-engine.save_16bit_model(OUT)  # every rank calls it
+engine.save_16bit_model(OUT)  # all ranks must call it
 
 if engine.global_rank == 0:
     print(f"loss {loss.item():.3f}  largest weight of the head {largest:.3f}")

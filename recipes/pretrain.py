@@ -1,6 +1,6 @@
 """Pretrain a causal language model from scratch:  launch --config ds_config.json pretrain [flags]
 
-With no flags: the embedded small Llama, on the text of Python's own standard library, byte by byte.
+Without flags it trains the packaged small Llama on the bytes of Python's standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEQ_LENGTH, MAX_STEPS, MICRO_BATCH, LR, WEIGHT_DECAY = 256, 200, 4, 1e-3, 0.1
 
 
 def flags() -> FlagParser:
-    """The recipe's flags; read without importing torch."""
+    """Return the recipe's flags, without importing torch."""
     parser = training_parser(
         "pretrain",
         "Pretrain a causal language model on text.",
@@ -53,7 +53,7 @@ def main() -> None:
         args.seq_length or SEQ_LENGTH,
     )
 
-    # Data: text -> tokens -> rows of seq_length, made once and cached.
+    # Data: text -> tokens -> rows of seq_length, built once and cached.
     text = load_text(dataset)
     model_config = load_config(name)
     if args.train_tokenizer:

@@ -10,7 +10,7 @@ from tests.pages.packages import FILES, PACKAGE
 
 
 def types_of(text: str) -> Iterator[str]:
-    """Public classes and type aliases that a module defines."""
+    """Return the public classes and type aliases that a module defines."""
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef):
             yield node.name

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Human-readable byte counts."""
 
 from __future__ import annotations
 

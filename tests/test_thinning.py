@@ -1,4 +1,4 @@
-"""What `make test` leaves out: pairs of values stay covered, and a case asked for by name is run."""
+"""What `make test` skips: pairs of values stay covered, and a case requested by name is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop of the recipes counts and puts together."""
+"""Counters and aggregation in the recipes' loop."""
 
 from __future__ import annotations
 

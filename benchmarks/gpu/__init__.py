@@ -1,1 +1,1 @@
-"""The proof on a GPU: `python -m benchmarks.gpu` (`make gpu`)."""
+"""The checks on a GPU: `python -m benchmarks.gpu` (`make gpu`)."""

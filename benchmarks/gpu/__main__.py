@@ -1,11 +1,11 @@
-"""Is all that runs on CPUs right on this GPU, does it take what the estimate says, and how fast is it?
+"""Run the checks on this GPU: correctness of everything that runs on CPUs, memory estimates, and speed.
 
     python -m benchmarks.gpu [--seconds 540] [--out DIR] [STAGE ...]
 
-Stages: ranks (do ranks reach each other here), smoke (commands of the README), memory (the estimate), parity (the
-tests, on the GPU), speed. Each leaves its output in DIR/STAGE.log; when the time is up, report.md and results.json have
-what there is. The machine needs the packages of `make test`, or those that `python -m benchmarks.gpu.wheels` brings; on
-one without a GPU the same runs on CPUs.
+Stages: ranks (whether ranks can communicate), smoke (commands of the README), memory (the estimate), parity (the tests,
+on the GPU), speed. Each writes its output to DIR/STAGE.log. At the time limit, report.md and results.json contain the
+results so far. The machine needs the packages of `make test`, or those of `python -m benchmarks.gpu.wheels`. Without a
+GPU, the same stages run on CPUs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> int:
         limit = end if stage == "speed" or "speed" not in wanted else end - args.speed_seconds
         codes[stage] = _run(stage, _command(stage, args), args.out, limit)
         if codes.get("ranks"):
-            break  # nothing else would come to an end
+            break  # nothing else would finish
     return write(args.out, codes)
 
 
@@ -69,7 +69,7 @@ def _command(stage: str, args: argparse.Namespace) -> str:
 
 
 def _run(stage: str, command: str, out: Path, end: float) -> int:
-    """Run a command until `end`; its exit code, 124 where the time was up."""
+    """Run a command until `end`; return its exit code, 124 on a timeout."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with (out / f"{stage}.log").open("w") as log:
@@ -81,7 +81,7 @@ def _run(stage: str, command: str, out: Path, end: float) -> int:
     except subprocess.TimeoutExpired:
         code = 124
         os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):  # what follows is measured alone
+        with suppress(subprocess.TimeoutExpired):  # later stages are measured alone
             process.wait(GRACE_S)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

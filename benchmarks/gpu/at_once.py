@@ -1,5 +1,6 @@
-"""A plugin of pytest (`-p benchmarks.gpu.at_once`): why a test failed is told when it does, for time may be up before
-the end."""
+"""A pytest plugin (`-p benchmarks.gpu.at_once`) that prints failures at once, since a time limit may stop the run
+early.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The estimate beside what torch's allocator gave out on a GPU.
+"""Compare the estimate with the memory that torch's allocator used on a GPU.
 
     python -m benchmarks.gpu.memory [TEXT ...]
 
-One line of JSON for each run whose name has one of the TEXTs. On a CPU the runs are the same, and what they took is
-not told.
+Prints one line of JSON for each run whose name contains one of the TEXTs. On a CPU the runs are the same, but their
+memory is not reported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mode(NamedTuple):
     world: int
     stage: int
     sections: dict[str, Any]
-    zero: dict[str, Any] = {}  # noqa: RUF012  (nobody changes it)
+    zero: dict[str, Any] = {}  # noqa: RUF012  (never modified)
     model: str = "llama"
     microbatches: int = 1
 
@@ -91,7 +91,7 @@ MODES = (
 
 
 def measure(mode: Mode) -> dict[str, Any]:
-    """Bytes of this rank in its third step, and what its process has on the card."""
+    """Return the bytes of this rank in its third step, and the memory of its process on the card."""
     others = _used() if ON_GPU else 0
     launcher.comm.init_distributed()
     config = mode.architecture
@@ -113,7 +113,7 @@ def measure(mode: Mode) -> dict[str, Any]:
             "peak": torch.cuda.max_memory_allocated(),
             "between": between,
             "reserved": torch.cuda.max_memory_reserved(),
-            "card": _used() - others,  # of both ranks, where they share it
+            "card": _used() - others,  # of both ranks, if they share it
         }
     engine.destroy()
     return found

@@ -1,8 +1,8 @@
-"""Processes that are the ranks of one run, on one GPU or on several.
+"""Start processes as the ranks of one run, on one GPU or on several.
 
     python -m benchmarks.gpu.ranks
 
-says whether two of them reach each other.
+checks whether two of them can communicate.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MARK = "RESULT "
 
 
 def run(module: str, arguments: Sequence[str], world: int = 1, limit_s: float = 240.0) -> list[str]:
-    """Run `python -m MODULE ARGUMENTS` as so many ranks; what each prints after MARK.
+    """Run `python -m MODULE ARGUMENTS` on `world` ranks; return what each prints after MARK.
 
     Raises:
-        RuntimeError: a rank ended with an error, or not in time.
+        RuntimeError: a rank failed or timed out.
     """
     processes = [
         subprocess.Popen(
@@ -55,7 +55,7 @@ def run(module: str, arguments: Sequence[str], world: int = 1, limit_s: float = 
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What a rank needs; where there is a GPU, one that it may share."""
+    """Return the variables of a rank, with a GPU that it may share if there is one."""
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -68,7 +68,7 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody has."""
+    """Return an unused port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -76,7 +76,7 @@ def free_port() -> int:
 
 
 def reach() -> None:
-    """What each of two ranks does to find out."""
+    """Run the check on one of the two ranks."""
     from launcher.comm import init_distributed
 
     init_distributed()

@@ -1,4 +1,4 @@
-"""What the stages left, as results.json and report.md."""
+"""Write the results of the stages to results.json and report.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def write(out: Path, codes: dict[str, int]) -> int:
-    """Write both files; 1 where something failed."""
+    """Write both files; return 1 if something failed."""
     found = {
         "device": name(),
         "versions": versions(),
@@ -113,7 +113,7 @@ def _lines(log: Path) -> list[dict[str, Any]]:
 
 
 def _tests(log: Path) -> dict[str, Any]:
-    """How tests ended, from what pytest printed of each."""
+    """Parse the results of tests from pytest's output."""
     if not log.exists():
         return {"counts": {}, "failed": []}
     ends: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Commands as people type them, on this machine's GPU.
+"""Run user commands on this machine's GPU.
 
     python -m benchmarks.gpu.smoke
 
-A line of JSON for each: `launch` with every JSON of ds_configs/ that one GPU is enough for.
+Prints one line of JSON for each: `launch` with every JSON of ds_configs/ for which one GPU is sufficient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.gpu.ranks import DEVICE
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
-ALONE = ("zero", "bf16", "fp16")  # how their names begin
+ALONE = ("zero", "bf16", "fp16")  # prefixes of their names
 STEPS = "6"
 
 

@@ -1,10 +1,10 @@
-"""Steps on one GPU: ours beside plain PyTorch, FSDP2 and DeepSpeed.
+"""Compare steps on one GPU: ours, plain PyTorch, FSDP2 and DeepSpeed.
 
     python -m benchmarks.gpu.speed [--profile] [TEXT ...]
 
-One line of JSON for each row whose name has one of the TEXTs; with --profile, the kernels that take longest, too. All
-train the same model on the same tokens in bf16, with AdamW in fp32. MFU counts 6 operations for each parameter and
-token, and those of attention (causal: half of all pairs), of what the card can do (`launcher/monitor/devices.py`).
+Prints one line of JSON for each row whose name contains one of the TEXTs; with --profile, also the slowest kernels. All
+train the same model on the same tokens in bf16, with AdamW in fp32. MFU counts 6 operations per parameter and token,
+plus attention (causal: half of all pairs), relative to the peak of the card (`launcher/monitor/devices.py`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from benchmarks.gpu.ranks import DEVICE, environment, free_port
 ON_GPU = DEVICE == "cuda"
 WARMUP, STEPS = (3, 8) if ON_GPU else (1, 2)
 LR = 1e-4
-TOP = 8  # experts of a token
+TOP = 8  # experts per token
 Step = Callable[[], Tensor]
 
 
 class Shape(NamedTuple):
-    """A Llama and its tokens."""
+    """A Llama and its batch size."""
 
     hidden: int
     layers: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     rows: int
     tokens: int
     vocabulary: int = 32_000
-    experts: int = 0  # of which each token goes to 8
+    experts: int = 0  # each token uses 8 of them
 
 
 SHAPES = {
@@ -57,7 +57,7 @@ class Row(NamedTuple):
     name: str
     peer: str
     shape: str
-    options: dict[str, Any] = {}  # noqa: RUF012  (nobody changes it)
+    options: dict[str, Any] = {}  # noqa: RUF012  (never modified)
 
 
 _CPU = {"device": "cpu"}
@@ -85,7 +85,7 @@ ROWS = (
 
 
 def model_of(shape: Shape) -> nn.Module:
-    """The model in fp32, on the device."""
+    """Return the model in fp32, on the device."""
     torch.manual_seed(0)
     kind, more = "llama", {}
     if shape.experts:
@@ -106,9 +106,9 @@ def model_of(shape: Shape) -> nn.Module:
 
 
 def operations(shape: Shape, parameters: int) -> float:
-    """Of a step: forward and backward."""
+    """Return the operations of a step: forward and backward."""
     tokens = shape.rows * shape.tokens
-    products = parameters - shape.vocabulary * shape.hidden  # the embedding is no product
+    products = parameters - shape.vocabulary * shape.hidden  # the embedding is not a matrix product
     if shape.experts:
         products -= shape.layers * (shape.experts - TOP) * 3 * shape.hidden * shape.intermediate
     heads = shape.heads * (128 if shape.experts else shape.hidden // shape.heads)
@@ -116,7 +116,7 @@ def operations(shape: Shape, parameters: int) -> float:
 
 
 def plain(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
-    """Weights in fp32, computed with under autocast."""
+    """Return a step with fp32 weights under autocast."""
     if options.get("compile"):
         for block in model.model.layers:  # type: ignore[attr-defined,union-attr]
             block.compile()
@@ -138,7 +138,7 @@ def fsdp2(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
 
 
 def _looped(model: nn.Module, ids: Tensor, context: Callable[[], AbstractContextManager[Any]]) -> Step:
-    """A loop of plain PyTorch, whose forward runs in a context."""
+    """Return a step of plain PyTorch whose forward runs in a context."""
     adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def step() -> Tensor:
@@ -190,7 +190,7 @@ def deepspeed(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Step:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     config = config_of(SHAPES[options["shape"]], options)
     if "offload_optimizer" not in options["zero"]:
-        # its own kernel takes minutes to compile; torch's is fused, too
+        # its own kernel takes minutes to compile; torch's is fused as well
         adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         del config["optimizer"]
         return _stepped(peer.initialize(model=model, optimizer=adamw, config=config)[0], ids)
@@ -202,7 +202,7 @@ PEERS = {"plain": plain, "fsdp2": fsdp2, "deepspeed": deepspeed, "ours": ours}
 
 
 def measure(row: Row, profile: bool) -> dict[str, Any]:
-    """Seconds of a step, and what follows from them."""
+    """Return the seconds per step, and the derived numbers."""
     name = row.shape if ON_GPU else "tiny"
     shape = SHAPES[name]
     model = model_of(shape)
@@ -214,7 +214,7 @@ def measure(row: Row, profile: bool) -> dict[str, Any]:
     losses, times = [], []
     for number in range(WARMUP + STEPS):
         began = time.perf_counter()
-        losses.append(float(step()))  # which waits for the forward
+        losses.append(float(step()))  # waits for the forward
         if ON_GPU:
             torch.cuda.synchronize()
         if number >= WARMUP:
@@ -234,7 +234,7 @@ def measure(row: Row, profile: bool) -> dict[str, Any]:
 
 
 def kernels(step: Step, number: int = 30) -> list[tuple[str, int, float]]:
-    """What takes longest in two steps: (kernel or operation, how often, milliseconds of a step)."""
+    """Return the slowest kernels of two steps: (kernel or operation, calls, milliseconds per step)."""
     activities = [torch.profiler.ProfilerActivity.CPU] + ON_GPU * [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(2):
@@ -246,7 +246,7 @@ def kernels(step: Step, number: int = 30) -> list[tuple[str, int, float]]:
 
 
 def afresh(row: Row, profile: bool) -> dict[str, Any]:
-    """Measure a row in a process that others have been measured in."""
+    """Measure a row in a process that has measured others."""
     gc.collect()
     if ON_GPU:
         torch.cuda.empty_cache()

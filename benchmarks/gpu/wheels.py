@@ -1,8 +1,8 @@
-"""The packages for `python -m benchmarks.gpu` that a machine with torch and transformers may lack, as wheels.
+"""Build wheels of the packages for `python -m benchmarks.gpu` that a machine with torch and transformers may lack.
 
     python -m benchmarks.gpu.wheels DIR [--python 3.12]
 
-That machine needs no network: copy DIR there, and
+The machine needs no network: copy DIR there, and
 `pip install --no-index --no-deps --target SITE DIR/*.whl && export PYTHONPATH=SITE`.
 """
 
@@ -23,16 +23,16 @@ BINARY = (
     "multiprocess",
 )
 BINARY += ("gguf", "trl", "hjson")
-SOURCE = ("deepspeed",)  # pure Python where nothing is compiled ahead
+SOURCE = ("deepspeed",)  # pure Python if nothing is precompiled
 LIMIT_MIB = 64
-"""What such a machine may be sent at once."""
+"""Size limit of a single upload to such a machine."""
 
 
 def collect(directory: Path, python: str) -> float:
-    """Download and build the wheels; MiB of all of them.
+    """Download and build the wheels; return their total MiB.
 
     Raises:
-        RuntimeError: they are more than LIMIT_MIB.
+        RuntimeError: they are larger than LIMIT_MIB.
     """
     directory.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip"]

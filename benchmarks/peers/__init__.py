@@ -1,1 +1,1 @@
-"""One file a peer: each gives `build(work, flags, rank, world) -> Peer`."""
+"""One file per peer: each has a function `build(work, flags, rank, world) -> Peer`."""

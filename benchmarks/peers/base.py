@@ -1,4 +1,4 @@
-"""What the plain PyTorch peers share: the loop over micro-batches, AdamW, autocast for bf16."""
+"""Code shared by the plain PyTorch peers: the loop over microbatches, AdamW, autocast for bf16."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from benchmarks.workload import ADAM, Work, lm_loss
 
 @dataclass(frozen=True)
 class Flags:
-    """How a peer is set up. 0 leaves a size at the peer's own default.
+    """Settings of a peer. 0 keeps the peer's default size.
 
     Args:
         stage: ZeRO stage (DeepSpeed, ours).
-        reshard: FSDP2 drops gathered parameters after forward.
+        reshard: FSDP2 reshards after forward.
         bucket: elements of a bucket (`reduce_bucket_size`, `allgather_bucket_size`).
         max_live: elements ZeRO-3 keeps gathered (`stage3_max_live_parameters`, `stage3_max_reuse_distance`).
-        sharded_init: build the model sharded, where the peer can.
-        tp: ranks that share every layer, and get the same batch.
-        ends: parallelize_module splits the embedding and the head, too.
-        pp: ranks that the blocks are dealt out to; they share a batch, too.
-        schedule: of these stages.
-        offload: what rests elsewhere: "cpu", "nvme" (optimizer); "cpu-all", "nvme-all" (parameters, too).
-        nvme_path: for those.
-        buffers: of what rests elsewhere, at once in memory (`buffer_count` of parameters and optimizer).
-        watch: ours reports the bubble of every step; that takes time.
+        sharded_init: build the model sharded, if the peer supports it.
+        tp: tensor-parallel ranks; they get the same batch.
+        ends: parallelize_module also splits the embedding and the head.
+        pp: pipeline-parallel ranks; they get the same batch.
+        schedule: pipeline schedule.
+        offload: "cpu", "nvme" (optimizer states); "cpu-all", "nvme-all" (parameters as well).
+        nvme_path: directory for NVMe offload.
+        buffers: offload buffers in memory (`buffer_count` of parameters and optimizer).
+        watch: ours reports the bubble of every step, which takes time.
     """
 
     stage: int = 0
@@ -47,19 +47,19 @@ class Flags:
 
     @property
     def sharing(self) -> int:
-        """Ranks that get the same batch."""
+        """Return the number of ranks that get the same batch."""
         return self.tp * self.pp
 
 
 class LoopPeer:
-    """A model that is called once a micro-batch, and a torch optimizer over its parameters."""
+    """A model that is called once per microbatch, and a torch optimizer over its parameters."""
 
     def __init__(self, model: nn.Module, autocast: bool) -> None:
         self.model, self.autocast = model, autocast
         self.optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
 
     def sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        """Surrounds one micro-batch; gradients are reduced in the `last` one."""
+        """Return the context of one microbatch; gradients are reduced in the `last` one."""
         return contextlib.nullcontext()
 
     def forward_backward(self, micro_batches: list[Tensor]) -> Tensor:
@@ -82,5 +82,5 @@ class LoopPeer:
 
 
 def autocast(work: Work) -> bool:
-    """bf16 by autocast over fp32 weights."""
+    """Return whether to train in bf16 by autocast over fp32 weights."""
     return work.dtype == "bf16"

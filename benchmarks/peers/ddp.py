@@ -1,4 +1,4 @@
-"""torch DistributedDataParallel. Gradients live in its buckets, which saves a copy."""
+"""torch DistributedDataParallel. Gradients are bucket views, which saves a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed on its CPU accelerator, with the AdamW it picks itself (an op that g++ compiles at first use)."""
+"""DeepSpeed on its CPU accelerator, with its default AdamW (an op that g++ compiles at first use)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer | Stage
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     config = zero_config(work, flags, world)
-    config["zero_optimization"]["overlap_comm"] = False  # there are no streams to overlap on
+    config["zero_optimization"]["overlap_comm"] = False  # there are no streams for overlap
     if flags.stage == 3:
         config["zero_optimization"]["stage3_prefetch_bucket_size"] = int(5e6)  # measured best on CPU
     if flags.offload == "nvme-all":
@@ -30,7 +30,7 @@ def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer | Stage
 
 
 def _fit_nvme(config: dict[str, Any], work: Work) -> None:
-    """Without these it stops, with "Not enough buffers" or for a weight that is larger than a buffer."""
+    """Set enough buffers. Otherwise it fails with "Not enough buffers" or for a weight that is larger than a buffer."""
     size = SIZES[work.model]
     buffers = {"buffer_count": 32, "buffer_size": size.hidden * size.intermediate}
     config["zero_optimization"]["offload_param"] |= buffers
@@ -39,11 +39,11 @@ def _fit_nvme(config: dict[str, Any], work: Work) -> None:
 
 
 def _pipeline(work: Work, flags: Flags, config: dict[str, Any]) -> Any:
-    """Its pipeline engine: 1F1B, without recomputation."""
+    """Return its pipeline engine: 1F1B, without recomputation."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
-    deepspeed.init_distributed("gloo")  # the module asks for its ranks
+    deepspeed.init_distributed("gloo")  # the module requires ranks
     module = PipelineModule(
         layers=pieces(work.model),
         num_stages=flags.pp,
@@ -56,8 +56,10 @@ def _pipeline(work: Work, flags: Flags, config: dict[str, Any]) -> Any:
 
 
 def _sharded_model(work: Work, config: dict[str, Any]) -> Any:
-    """Hugging Face's own way under ZeRO-3 (`zero.Init(dtype=torch.float32)` by hand gives bf16 on CPU), with the
-    weights that all peers start from."""
+    """Return a sharded model with the common initial weights.
+
+    This is Hugging Face's method for ZeRO-3; a manual `zero.Init(dtype=torch.float32)` gives bf16 on CPU.
+    """
     import deepspeed
     import torch
     from transformers import AutoModelForCausalLM
@@ -65,7 +67,7 @@ def _sharded_model(work: Work, config: dict[str, Any]) -> Any:
 
     weights = build_model(work.model).state_dict()
     global _keep
-    _keep = HfDeepSpeedConfig(config)  # transformers holds it weakly
+    _keep = HfDeepSpeedConfig(config)  # transformers only keeps a weak reference
     model = AutoModelForCausalLM.from_config(llama_config(work.model), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):

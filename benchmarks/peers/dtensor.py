@@ -1,4 +1,4 @@
-"""torch parallelize_module: the plan that ours has for a Llama, all ranks in one group."""
+"""torch parallelize_module, with the same Llama plan as ours and all ranks in one group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.workload import ADAM, Work, build_model
 
 
 def plan(ends: bool) -> dict[str, ParallelStyle]:
-    """Of the blocks, and with `ends` of the embedding and the head."""
+    """Return the plan of the blocks, and with `ends` of the embedding and the head."""
     styles: dict[str, ParallelStyle] = {
         f"model.layers.*.{name}": RowwiseParallel()
         if name.endswith(("o_proj", "down_proj"))
@@ -39,7 +39,7 @@ def plan(ends: bool) -> dict[str, ParallelStyle]:
 class Parallelized(LoopPeer):
     def __init__(self, model: nn.Module, autocast: bool) -> None:
         super().__init__(model, autocast)
-        # One call of the fused kernel cannot have both DTensors and tensors; a param group is a call.
+        # The fused kernel cannot mix DTensors and tensors in a call; each param group is one call.
         split = [p for p in model.parameters() if isinstance(p, DTensor)]
         whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
         self.optimizer = torch.optim.AdamW([{"params": split}, {"params": whole}], fused=True, **ADAM)

@@ -1,4 +1,4 @@
-"""What DeepSpeed and ours share: the JSON, and the loop over an engine with DeepSpeed's surface."""
+"""Code shared by DeepSpeed and ours: the JSON, and the loop over an engine with DeepSpeed's API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.workload import ADAM, Work, lm_loss
 
 
 def zero_config(work: Work, flags: Flags, world: int) -> dict[str, Any]:
-    """The DeepSpeed JSON of the job."""
+    """Return the DeepSpeed JSON of the job."""
     zero: dict[str, Any] = {"stage": flags.stage}
     if flags.bucket:
         zero |= {"reduce_bucket_size": flags.bucket, "allgather_bucket_size": flags.bucket}
@@ -44,7 +44,7 @@ def zero_config(work: Work, flags: Flags, world: int) -> dict[str, Any]:
 
 
 class EnginePeer:
-    """Calls an engine as DeepSpeed's documentation does: forward, backward and step for every micro-batch."""
+    """Calls an engine as in DeepSpeed's documentation: forward, backward and step for every microbatch."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -53,7 +53,7 @@ class EnginePeer:
         total = torch.zeros(())
         for i, ids in enumerate(micro_batches):
             if i:
-                self.engine.step()  # of the micro-batch before: only counts
+                self.engine.step()  # for the previous microbatch: only counts
             loss = lm_loss(self.engine(input_ids=ids).logits, ids)
             self.engine.backward(loss)
             total += loss.detach() / len(micro_batches)
@@ -67,10 +67,10 @@ class EnginePeer:
 
 
 class StagesPeer:
-    """An engine whose model is cut into stages: a call is a whole step.
+    """A pipeline-parallel engine: one call runs a full step.
 
     Args:
-        item: what the engine's iterator gives for the token ids of a micro-batch.
+        item: the item that the engine's iterator yields for the token ids of a microbatch.
     """
 
     def __init__(self, engine: Any, item: Callable[[Tensor], Any]) -> None:
@@ -81,14 +81,14 @@ class StagesPeer:
         return loss.detach()
 
     def optimizer_step(self) -> None:
-        """Was part of the call."""
+        """Do nothing: the step is part of the call."""
 
     def extra(self) -> dict[str, str]:
         return optimizer_of(self.engine)
 
 
 def optimizer_of(engine: Any) -> dict[str, str]:
-    """What an engine made of the JSON."""
+    """Return the optimizer that an engine created from the JSON."""
     outer = engine.optimizer
     inner = getattr(outer, "optimizer", outer)
     return {"zero": type(outer).__name__, "optimizer": type(inner).__name__}

@@ -1,6 +1,8 @@
-"""torch fully_shard (FSDP2): a unit per block, and the root. Resharding after forward is ZeRO-3; keeping the
-gathered parameters until backward is the nearest it has to ZeRO-2. bf16: fp32 shards, bf16 compute, fp32
-reduction."""
+"""torch fully_shard (FSDP2): one unit per block, and the root.
+
+Resharding after forward is ZeRO-3. Keeping the gathered parameters until backward is its closest equivalent of ZeRO-2.
+bf16: fp32 shards, bf16 compute, fp32 reduction.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from benchmarks.workload import Work, build_model
 
 class FSDP2(LoopPeer):
     def sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        assert isinstance(self.model, FSDPModule)  # what fully_shard made of it
+        assert isinstance(self.model, FSDPModule)  # fully_shard changes the class
         self.model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 

@@ -20,7 +20,7 @@ def build(work: Work, flags: Flags, rank: int, world: int) -> EnginePeer | Stage
     if flags.pp > 1:
         config["pipeline"] = {"stages": flags.pp, "schedule": flags.schedule}
     engine = launcher.initialize(model=build_model(work.model), config=config)[0]
-    # by whole steps the engine knows that the optimizer's follows: as in the recipes, it steps what rests on NVMe early
+    # as in the recipes: with whole steps the engine can step parameters on NVMe early
     if flags.pp == 1 and not flags.offload:
         return EnginePeer(engine)
     return (WatchedStages if flags.watch else StagesPeer)(engine, _item)
@@ -31,7 +31,7 @@ def _item(ids: Tensor) -> dict[str, Tensor]:
 
 
 class WatchedStages(StagesPeer):
-    """Reports after every step; the first have no say."""
+    """Report the bubble after every step, without the first ones."""
 
     UNSETTLED = 2
 

@@ -1,4 +1,4 @@
-"""The Llama as a list of modules that take and return one tensor, for peers that cut a list into stages."""
+"""The Llama as a list of modules that take and return one tensor, for peers that split a list into stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.workload import build_model
 class Block(nn.Module):
     """A decoder block; causal attention needs no mask.
 
-    The rotary table is computed from the hidden states' shape in each block: nothing but them crosses.
+    Each block computes the rotary table from the shape of the hidden states, so only these are sent between stages.
     """
 
     def __init__(self, block: nn.Module, rotary: nn.Module) -> None:
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 def pieces(size: str) -> list[nn.Module]:
-    """Embedding, blocks, norm and head."""
+    """Return embedding, blocks, norm and head."""
     model = build_model(size)
     decoder = model.model
     blocks = [Block(block, decoder.rotary_emb) for block in decoder.layers]

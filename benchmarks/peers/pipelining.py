@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: the blocks in equal runs, embedding and head at the ends."""
+"""torch.distributed.pipelining: equal numbers of consecutive blocks, with embedding and head at the ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO_CHUNKS = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubb
 
 
 class Pipelining:
-    """A schedule object over the stages of this rank, and AdamW."""
+    """A schedule object over this rank's stages, and AdamW."""
 
     def __init__(self, work: Work, flags: Flags, rank: int) -> None:
         chunks = 1 if flags.schedule in ONE_CHUNK else 2
@@ -56,7 +56,7 @@ class Pipelining:
 
 
 def _runs(parts: list[nn.Module], number: int) -> list[nn.Sequential]:
-    """Neighbours with the same number of blocks each; the first has the embedding, too, the last the head."""
+    """Return parts of consecutive blocks of equal number; the first includes the embedding, the last the head."""
     blocks = parts[1:-1]
     each = len(blocks) // number
     runs = [blocks[k * each : (k + 1) * each] for k in range(number)]

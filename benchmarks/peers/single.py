@@ -1,4 +1,4 @@
-"""One process, plain PyTorch: the truth of the losses, and the speed without communication."""
+"""One process, plain PyTorch: the reference for losses, and the speed without communication."""
 
 from __future__ import annotations
 

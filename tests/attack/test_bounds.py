@@ -1,4 +1,4 @@
-"""Absurd numbers, damaged files and names that nobody expects: one line of an error, or a correct run, at once."""
+"""Absurd numbers, damaged files and odd names give a one-line error, or a correct run, without delay."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_flags_of_any_size_are_answered_at_once(
 
 @pytest.mark.full
 def test_they_need_little_time_and_memory(place: Path, subtests: pytest.Subtests) -> None:
-    """The whole processes, in seconds of their own; nothing but Python's start and the imports is taken off."""
+    """Measure whole processes in CPU seconds, minus only Python's start and the imports."""
 
     def run(arguments: list[str]) -> tuple[float, float]:
         # The peak that the parent of a process sees has that of its own memory in it.
@@ -224,7 +224,7 @@ def test_a_program_that_cannot_be_run(place: Path, program: str, fix: str) -> No
 def test_names_of_hosts_do_not_act_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They may also come from a scheduler, and facts from any machine."""
+    """Host names may also come from a scheduler, and facts from any machine."""
     host = Host("a\x1b[31m", (0,))
     node_group = SimpleNamespace(nodes=[Node(host, 0, [])], connect=lambda *_: (), close=lambda: None)
     job = SimpleNamespace(hosts=[host], front_end=lambda: SimpleNamespace(node_group=node_group), hello=None)

@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a checkpoint is told, by file, before anything of the run is changed."""
+"""Any damage to a checkpoint is reported with the file name, before the run's state is changed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def save(ctx: RankContext, directory: Path) -> None:
 
 
 def damage(directory: Path, seed: int) -> tuple[str, set[str]]:
-    """Do one thing to one file of the latest checkpoint; say what, and the names of which one may be told."""
+    """Damage one file of the latest checkpoint.
+
+    Return the kind of damage, and the file names that an error may name.
+    """
     dice = random.Random(seed)
     tag = directory / "global_step11"
     files = sorted(path for path in directory.rglob("*") if path.is_file())
@@ -84,13 +87,13 @@ def damage(directory: Path, seed: int) -> tuple[str, set[str]]:
 
 
 def still_the_latest(directory: Path) -> bool:
-    """A line that lost its end of line names the same tag."""
+    """A line without its newline names the same tag."""
     file = directory / "latest"
     return file.is_file() and file.read_bytes().strip() == b"global_step11"
 
 
 def attack(ctx: RankContext, directory: Path, work: Path, seeds: range) -> list[str]:
-    """What was not told, or not by file, or changed the engine."""
+    """Return the damages that were not reported, were reported without the file, or changed the engine."""
     engine = engine_of(config_of(0, bf16={"enabled": True}), stack(seed=1))
     advance(engine, ctx, range(1))
     fresh, wrong = whole_state(engine), []
@@ -143,7 +146,7 @@ def test_no_damage_of_a_thousand_is_silent(pool: WorkerPool, saved: Path, tmp_pa
 def told_by(
     ctx: RankContext, directory: Path, latest: bytes | None, tag: str | None, meta: str | None
 ) -> tuple[str, bool]:
-    """What a load says; `latest` None is a pipe."""
+    """Return the message of a load. If `latest` is None, it is a pipe."""
     if latest is None:
         (directory / "latest").unlink()
         os.mkfifo(directory / "latest")

@@ -1,4 +1,4 @@
-"""Who may come in: the port of `--no_ssh`, and the one that pdsh's agent opens."""
+"""Authentication of connections: the port of `--no_ssh`, and the port that pdsh's agent opens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RUDE = (
 
 @pytest.fixture
 def listener() -> Iterator[tuple[socket.socket, list[tuple[socket.socket, SignedSession]]]]:
-    """A listening socket, and those who have proved themselves to it."""
+    """Yield a listening socket, and the callers that have authenticated."""
     inside: list[tuple[socket.socket, SignedSession]] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         until = time.monotonic() + LIMIT_S
@@ -59,7 +59,7 @@ def connected(server: socket.socket) -> socket.socket:
 
 
 def heard(connection: socket.socket, limit_s: float = 2.0) -> bytes:
-    """All that comes until the other side hangs up or is silent."""
+    """Return all data until the other side closes or stops sending."""
     connection.settimeout(limit_s)
     said = b""
     try:
@@ -71,7 +71,10 @@ def heard(connection: socket.socket, limit_s: float = 2.0) -> bytes:
 
 
 def claims(inside: list[tuple[socket.socket, SignedSession]]) -> list[str]:
-    """Who has come in, after a first one: a listener learns of it a moment later than the caller."""
+    """Return the authenticated callers after a first one.
+
+    The listener learns of a caller slightly later than the caller.
+    """
     until = time.monotonic() + LIMIT_S
     while not inside and time.monotonic() < until:
         time.sleep(0.01)
@@ -104,7 +107,7 @@ def test_strangers_do_not_hold_up_who_knows_the_token(listener) -> None:  # type
 
 
 def test_a_proof_is_of_one_role_one_node_and_one_time(listener) -> None:  # type: ignore[no-untyped-def]
-    """A listener's answer to one connection, or an old proof, opens no other; nor does a proof for another node."""
+    """A listener's answer, an old proof, or a proof for another node does not authenticate another connection."""
     server, inside = listener
     with connected(server) as one, connected(server) as other:
         mine = "a" * handshake.NONCE
@@ -125,7 +128,7 @@ def test_a_proof_is_of_one_role_one_node_and_one_time(listener) -> None:  # type
 
 
 def test_a_caller_takes_no_word_of_who_does_not_know_the_token() -> None:
-    """A false node 0 that sends the caller's own proof back, or makes one with another token."""
+    """A false node 0 returns the caller's own proof, or makes one with another token."""
     for lie in (lambda line: line.split(b" ")[1], lambda line: b"0" * handshake.SIGN + b"\n"):
         with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -257,7 +260,7 @@ def test_a_node_without_the_secret_is_told_so(tmp_path: Path, monkeypatch: pytes
 
 
 def agent(stack: ExitStack) -> tuple[subprocess.Popen[bytes], Message]:
-    """What pdsh starts on a node, and what it tells of its port."""
+    """Start the agent as pdsh does; return it and the port that it reports."""
     command = [sys.executable, "-c", dial.one_line()]
     pipe = subprocess.PIPE
     process = stack.enter_context(

@@ -1,4 +1,4 @@
-"""`--dry_run` shows what would be run, and does nothing."""
+"""`--dry_run` prints what would be run, and starts nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TELLS = "import json, os, sys\nprint(json.dumps([os.environ['RANK'], os.environ[
 
 
 def shown(out: str) -> list[list[str]]:
-    """The command of each rank."""
+    """Return the command of each rank."""
     return [shlex.split(line.split(": ", 1)[1]) for line in out.splitlines() if line.startswith("  rank ")]
 
 

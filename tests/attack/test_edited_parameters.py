@@ -22,7 +22,7 @@ SGD = {"type": "SGD", "params": {"lr": 1.0}}
 
 
 def engine_of(stage: int, optimizer: Any = None, model: nn.Module | None = None, **sections: Any) -> Any:
-    """Of two layers, each with a weight of ones."""
+    """Return an engine for two layers, each with a weight of ones."""
     made = model or ones()
     config = config_of(stage, train_batch_size=2, optimizer=SGD, **sections)
     return launcher.initialize(model=made, config=config, optimizer=optimizer, device=DEVICE)
@@ -36,7 +36,7 @@ def ones() -> nn.Sequential:
 
 
 def backward(engine: Any) -> None:
-    """Gradients of 4 (first layer) and 4 (second): the sum of outputs, for inputs of ones."""
+    """Compute gradients of 4 for both layers: those of the sum of outputs, for inputs of ones."""
     x = torch.ones(1, 2, dtype=next(engine.module.parameters()).dtype)
     engine.backward(engine(x).float().sum())
 
@@ -133,7 +133,7 @@ def test_an_edit_stays(pool: WorkerPool, stage: int, kind: str, edit: str) -> No
 
 
 def precise(ctx: RankContext) -> list[float]:
-    """One element is edited; the digits of the others, which bf16 does not have, are kept."""
+    """Edit one element; the others keep the digits that bf16 cannot represent."""
     engine = engine_of(1, bf16={"enabled": True})[0]
     for group in engine.optimizer.param_groups:
         group["lr"] = 2.0**-12

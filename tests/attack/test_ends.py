@@ -1,4 +1,4 @@
-"""A run begins at the port that was picked for it, and one that went well ends with 0."""
+"""A run starts on the port that was picked for it, and a successful run exits with 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exported directory differs from its source in the weights only."""
+"""An exported directory differs from its source only in the weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STOP = [2, 7]  # ends of a turn that only generation_config.json knows
 
 
 def source(directory: Path, kind: str, dtype: str) -> Path:
-    """A chat model as a hub has it, with what others write into such files."""
+    """Return a chat model as on the Hub, including additional keys in its files."""
     path = directory / "source"
     model = KINDS[kind](vocab=264, use_cache=True)
     model.generation_config = GenerationConfig(eos_token_id=STOP, do_sample=True, temperature=0.7)
@@ -45,7 +45,7 @@ def source(directory: Path, kind: str, dtype: str) -> Path:
 
 
 def finetuned(ctx: RankContext, directory: str, stages: int, edit: str = "") -> None:
-    """What `finetune` does of a directory, in one step."""
+    """Run one step of `finetune` on a directory."""
     path = f"{directory}/source"
     config = load_config(path)
     tokenizer = load_tokenizer(None, path, config.vocab_size)

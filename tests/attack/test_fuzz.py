@@ -1,4 +1,4 @@
-"""JSONs and command lines changed at random: every answer is an answer. No traceback, and none that takes 5 s."""
+"""Randomly mutated JSONs and command lines always get an answer: no traceback, and no run of more than 5 s."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ WORDS = [
 
 
 class Hang(BaseException):
-    """More than HANG_S seconds."""
+    """The run took more than HANG_S seconds."""
 
 
 def answered(call: Callable[[], Any]) -> str | None:
-    """Runs it with its output caught; what is wrong with how it ended."""
+    """Run it with captured output; return what is wrong with how it ended."""
 
     def ring(_number: int, _frame: FrameType | None) -> None:
         raise Hang
@@ -91,12 +91,12 @@ LIKELY = {
 
 
 def another(rng: random.Random, value: Any) -> Any:
-    """A copy, for a later change may write into what an earlier one put there."""
+    """Return a copy, since a later mutation may write into a value of an earlier one."""
     return copy.deepcopy(rng.choice(LIKELY.get(type(value), ODD) if rng.random() < 0.7 else ODD))
 
 
 def places_in(tree: Any) -> list[tuple[Any, Any]]:
-    """(container, key) of every value of a tree."""
+    """Return (container, key) of every value of a tree."""
     found: list[tuple[Any, Any]] = []
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
@@ -159,7 +159,7 @@ def load_tree(path: Path) -> dict[str, Any]:
 
 
 def used(path: str, ranks: int) -> None:
-    """What a rank makes of a JSON before it builds a model."""
+    """Read the JSON as a rank does before it builds a model."""
     config = complete(load(path), {"--learning-rate": 1e-3})
     dp = config.dp_degree(ranks)
     steps = dict.fromkeys(("total_num_steps", "total_steps", "T_max", "warmup_num_steps"), 10)
@@ -170,7 +170,7 @@ def used(path: str, ranks: int) -> None:
 
 
 def calls_of(path: Path, ranks: int) -> list[Callable[[], Any]]:
-    """What is asked of a JSON."""
+    """Return the calls made for a JSON."""
     new = path.with_name("new.json")
     new.unlink(missing_ok=True)
     return [
@@ -208,7 +208,7 @@ def test_two_thousand_changed_jsons(tmp_path: Path, seed: int) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Files to be named; and nothing is started, executed or waited for."""
+    """Create files to be named, and disable starting, executing and waiting."""
     monkeypatch.chdir(tmp_path)
 
     def refused(*args: Any, **kwargs: Any) -> None:
@@ -263,7 +263,7 @@ def word(rng: random.Random, place: dict[str, str]) -> str:
 
 
 def some(rng: random.Random, flags: list[str], place: dict[str, str]) -> list[str]:
-    """Flags with values, without, misspelt, joined by `=`; and words where none belong."""
+    """Return flags with and without values, misspelt, joined by `=`; and words in wrong places."""
     found: list[str] = []
     for _ in range(rng.choice([0, 1, 1, 2, 3])):
         flag = rng.choice(flags)

@@ -1,4 +1,4 @@
-"""Gradients that a script clips, edits in a hook, throws away on one rank, or steps with an optimizer of its own."""
+"""Gradients that a script clips, edits in a hook, discards on one rank, or steps with its own optimizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def step_of(engine: Any, ctx: RankContext, step: int = 0, before: Callable[[], o
 
 
 def after_one_step(edit: Callable[[nn.Module], object]) -> dict[str, Tensor]:
-    """Weights of plain PyTorch after a step on the global batch."""
+    """Return plain PyTorch's weights after a step on the global batch."""
     model = stack()
     model(*points(0, ROWS)).backward()
     edit(model)
@@ -58,7 +58,7 @@ def assert_same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 def clipped(ctx: RankContext, setting: dict[str, Any], limits: tuple[float, float]) -> Any:
-    """The norm that torch's function gives, and weights after the step."""
+    """Return the norm from torch's function, and the weights after the step."""
     plain, (limit, of_json) = setting.get("plain", False), limits
     engine = sgd_engine(**{k: v for k, v in setting.items() if k != "plain"}, gradient_clipping=of_json)
     norms: list[Tensor] = []
@@ -157,7 +157,7 @@ def test_deepspeeds_function_clips_the_step(pool: WorkerPool, stage: int) -> Non
 
 
 def hooked(ctx: RankContext, stage: int, throws: bool) -> Any:
-    """Weights after a step whose gradients a hook of a script doubles, or throws away."""
+    """Return the weights after a step whose gradients a script's hook doubles or discards."""
     engine = sgd_engine(stage)
     seen: list[tuple[int, ...]] = []
 

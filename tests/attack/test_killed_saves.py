@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments of their saves: the newest complete checkpoint always loads, and goes on."""
+"""Runs that are killed at random moments of their saves: the newest complete checkpoint always loads and resumes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST = 4  # steps of a life
 
 
 def live(ctx: RankContext, directory: Path, seed: int) -> None:
-    """Go on from the newest complete checkpoint, at one stage or another, until one rank is killed while it saves."""
+    """Resume from the newest complete checkpoint, at any stage, until one rank is killed while it saves."""
     dice = random.Random(seed)
     section: dict[str, Any] = {"writer": {"decoupled": True}} if dice.random() < 0.3 else {}
     section |= {"keep_last": 2} if dice.random() < 0.5 else {}  # killed while it deletes, too

@@ -1,4 +1,4 @@
-"""What a rank prints last arrives whole, at any reader's speed; a disk without room for logs is named."""
+"""A rank's last output arrives completely, at any reader's speed. A full log disk is reported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def printed(size: int) -> bytes:
 
 @pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.full), 7])
 def test_20_megabytes_arrive_whole_though_the_reader_sleeps(tmp_path: Path, code: int) -> None:
-    """Longer than anybody has waited for output so far; meanwhile nobody's memory grows with it."""
+    """The reader sleeps longer than any output timeout; no process's memory grows meanwhile."""
     (tmp_path / "script.py").write_text(PRINTS)
     command = [
         sys.executable,
@@ -79,7 +79,7 @@ def test_20_megabytes_arrive_whole_though_the_reader_sleeps(tmp_path: Path, code
 
 
 def sizes(process: subprocess.Popen[bytes]) -> list[int]:
-    """Memory of the launcher's processes."""
+    """Return the memory of the launcher's processes."""
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     found = []
     for one in family:

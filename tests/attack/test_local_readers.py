@@ -1,4 +1,4 @@
-"""DeepSpeed's readers of checkpoints are no collectives: one rank may call them alone, and so may all at once."""
+"""DeepSpeed's checkpoint readers are not collectives: a single rank may call them, and so may all at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.zero.models import stack
 
 
 def on_rank_0(ctx: RankContext, directory: Path, out: Path) -> dict[str, Tensor] | None:
-    """Nothing is asked of the other rank: it saves, and goes."""
+    """Run on rank 0 alone: the other rank saves and exits."""
     engine = engine_of(config_of(3))
     advance(engine, ctx, range(1))
     engine.save_checkpoint(directory)

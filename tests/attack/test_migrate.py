@@ -1,4 +1,4 @@
-"""`launch check --migrate` loses nothing: where a value is not read, or would be made right, nothing is written."""
+"""`launch check --migrate` loses nothing: if a value cannot be read, or would be corrected, nothing is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that comes over a wire or out of a file is unpickled freely: it cannot run code here."""
+"""Data from a connection or a file is never unpickled without restrictions, so it cannot run code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FREE = {
 
 
 def free_unpickling(path: Path) -> list[str]:
-    """Calls and names in a file that unpickle whatever is there."""
+    """Return calls and names in a file that unpickle arbitrary objects."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
@@ -100,7 +100,7 @@ def content_of(data: bytes) -> Tensor:
 
 
 def test_a_letter_that_would_run_code(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """What a stage tells the next, and the header of a batch."""
+    """Covers metadata sent between stages, and the header of a batch."""
     proof = tmp_path / "code-was-run"
     file = io.BytesIO()
     torch.save(Malice(proof), file)

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: a run ends with them, keeps what was before, and says where they came from."""
+"""With non-finite numbers a run ends, keeps its earlier state, and reports where they came from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pretrained(ctx: RankContext, config: str, output: str, bad: list[int], *flags: str) -> str | None:
-    """The recipe, whose loss is NaN in the steps `bad`; what it ends with."""
+    """Run the recipe with a NaN loss in the steps `bad`; return how it ends."""
     os.environ |= {"LAUNCHER_CONFIG": config, "LAUNCHER_OUTPUT_DIR": output, "LAUNCHER_DEVICE": "cpu"}
     run = Engine.train_microbatches
 
@@ -137,7 +137,7 @@ def test_launch_ends_with_1_and_says_why(tmp_path: Path) -> None:
 
 
 class Fragile(nn.Module):
-    """Its second block divides by zero where the input says so."""
+    """The second block divides by zero if the input requests it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_a_loop_of_the_user_is_told_once_where_it_began(pool: WorkerPool, stage:
 
 
 def beyond_backward(ctx: RankContext) -> list[str]:
-    """The loss is finite, and its gradient is not."""
+    """The loss is finite, its gradient is not."""
     engine = engine_of(config_of(2, gradient_clipping=1.0))
     said: list[str] = []
     engine.telemetry.say = said.append

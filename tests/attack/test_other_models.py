@@ -1,4 +1,4 @@
-"""A checkpoint loads into the model that it is of: not into one that computes something else with the same shapes."""
+"""A checkpoint loads only into its own model, not into a different model with the same shapes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save(ctx: RankContext, directory: Path) -> None:
 
 
 def resume(ctx: RankContext, directory: Path, settings: dict[str, Any], **flags: Any) -> tuple[str, bool]:
-    """What the load says, and whether the engine was left alone."""
+    """Return the message of the load, and whether the engine was left unchanged."""
     engine = engine_of(0, **settings)
     step(engine, ctx, 1)
     before, said = whole_state(engine), ""
@@ -86,7 +86,7 @@ def test_other_shapes_are_refused_before_anything_is_changed(pool: WorkerPool, s
 
 
 def lose(directory: Path, name: str) -> None:
-    """Rename a tensor in the metadata, as one flipped bit does."""
+    """Rename a tensor in the metadata, like a single flipped bit."""
     file = directory / "a" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     other = name[:-1] + chr(ord(name[-1]) ^ 1)
@@ -100,7 +100,7 @@ WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
 def test_a_parameter_without_one_of_its_states_is_told(pool: WorkerPool, saved: Path, key: str) -> None:
-    """Also where there are no checksums."""
+    """This also holds without checksums."""
     file = saved / "a" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     del metadata.state_dict_metadata[f"optimizer/{key}/{WEIGHT}"]

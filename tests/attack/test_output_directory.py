@@ -1,4 +1,4 @@
-"""An output directory has one owner at a time: another run is refused in one line, a dead one is followed."""
+"""An output directory has one owner at a time: a second run is refused in one line, a dead owner is replaced."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ for line in sys.stdin:
 
 
 def holder(directory: Path) -> subprocess.Popen[str]:
-    """Another process, which has the directory."""
+    """Start another process that owns the directory."""
     command = [sys.executable, "-c", HOLD, str(directory)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "has it\n"
@@ -100,7 +100,7 @@ def test_who_counts_as_gone(tmp_path: Path, subtests: pytest.Subtests) -> None:
 
 
 def test_one_of_many_gets_it(tmp_path: Path) -> None:
-    """Processes that find a dead owner at the same time, 100 times."""
+    """Several processes find a dead owner at the same time, 100 times."""
     several = [
         subprocess.Popen(
             [sys.executable, "-c", CONTEND],
@@ -252,13 +252,13 @@ def test_strange_locks_are_told(tmp_path: Path, subtests: pytest.Subtests) -> No
 
 
 def test_records_of_failures_are_of_one_run(tmp_path: Path) -> None:
-    """Two runs of a script may share the directory of their logs."""
+    """Two runs of a script may share their log directory."""
     shares = [NodeSpec("script", "x.py", [], str(tmp_path), run=run) for run in ("a" * 32, "b" * 32)]
     assert shares[0].log(0) == shares[1].log(0) and shares[0].record(0) != shares[1].record(0)
 
 
 def finished_run(directory: Path) -> Path:
-    """The directory as a run leaves it, with files of somebody else, and what a killed save has left."""
+    """Return the directory after a run, with foreign files and the remains of a killed save."""
     for tag in ("global_step1", "global_step2", ".old-global_step2"):
         (directory / "checkpoints" / tag).mkdir(parents=True)
         (directory / "checkpoints" / tag / "meta.json").write_text("{}")
@@ -277,7 +277,7 @@ def asked(**flags: object) -> Namespace:
 
 @pytest.fixture
 def attempt(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """What the launcher, Slurm or a manifest tell a run of its attempt."""
+    """Set the attempt number as the launcher, Slurm or a manifest does."""
     names = ("LAUNCHER_ATTEMPT", "LAUNCHER_RUN", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LAUNCHER_RUN_KEY")
 
     def told(**variables: str) -> None:

@@ -1,4 +1,4 @@
-"""Documents that share a row do not see each other: neither in losses nor in gradients, on no topology."""
+"""Documents packed into one row do not attend to each other: neither in losses nor in gradients, on any topology."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VOCAB = 260
 
 
 def sft_row(directory: Path, first: str) -> dict[str, Tensor]:
-    """One packed row; only what the second conversation says is learned."""
+    """Return one packed row; the loss covers only the second conversation's answer."""
     rows = [{"prompt": first[:10], "completion": first[10:11]}, {"text": SECOND[:11]}]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = load_sft(str(directory / "rows.jsonl"), byte_tokenizer(), LENGTH, split="all", packed=True)
@@ -57,7 +57,7 @@ MAKERS = {"finetune --packed": sft_row, "pretrain --document-mask": pretraining_
 
 
 def of_second(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch whose loss is that of the second document."""
+    """Return the batch whose loss is that of the second document."""
     labels = row["labels"].clone()
     labels[: LENGTH // 2] = IGNORED
     return collate([{**row, "labels": labels}])
@@ -118,7 +118,7 @@ def training_of(ctx: RankContext, directory: str, model: PreTrainedModel, **sect
 
 
 def packed_loss(ctx: RankContext, directory: str, sections: dict[str, Any]) -> float:
-    """Of the first step, as the recipes train."""
+    """Return the loss of the first step, trained as the recipes do."""
     training = training_of(ctx, directory, tiny_llama(layers=4), **sections)
     record = training._step(next(training.loader.steps()))
     training.engine.destroy()
@@ -169,7 +169,7 @@ def test_models_that_do_not_look_at_positions_are_refused_in_words(pool: WorkerP
 
 @pytest.mark.full
 def test_every_model_keeps_documents_apart_or_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    """Accepted is what keeps logits apart, but for the three that are no models of text alone."""
+    """A model is accepted if its logits stay separate, except three models that are not text-only."""
     verdicts = {t: pool.run(verdict, 1, str(tmp_path), t)[0] for t in CAUSAL_TYPES}
     assert not [t for t, (accepted, apart) in verdicts.items() if accepted and not apart]
     refused = {t for t, (accepted, apart) in verdicts.items() if apart and not accepted}
@@ -177,7 +177,7 @@ def test_every_model_keeps_documents_apart_or_is_refused(pool: WorkerPool, tmp_p
 
 
 def verdict(ctx: RankContext, directory: str, model_type: str) -> tuple[bool, bool]:
-    """(whether the run is accepted, whether logits of a document stay when the one before it changes)"""
+    """Return (whether the run is accepted, whether a document's logits stay when the previous document changes)."""
     model = tiny_model(model_type, 0).eval()
     try:
         with torch.no_grad():
@@ -199,7 +199,7 @@ def verdict(ctx: RankContext, directory: str, model_type: str) -> tuple[bool, bo
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, **_: Any) -> Tensor:
-    """What FlashAttention's function computes of [batch, tokens, heads, width]."""
+    """Compute what FlashAttention's function does for [batch, tokens, heads, width]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
@@ -207,7 +207,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | 
 
 
 def flash_of_borders(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, **rest: Any) -> Tensor:
-    """The same of [tokens, heads, width], between borders."""
+    """Compute the same for [tokens, heads, width] with document boundaries."""
     assert cu_seqlens_q.dtype == torch.int32 and rest["max_seqlen_q"] == int(cu_seqlens_q.diff().max())
     cuts = [slice(a, b) for a, b in pairwise(cu_seqlens_q)]
     parts = [flash(q[None, c], k[None, c], v[None, c], rest["causal"], rest["softmax_scale"]) for c in cuts]
@@ -215,7 +215,7 @@ def flash_of_borders(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, **re
 
 
 def test_flash_attention_gets_the_borders_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its functions stand for it here, computed plainly; transformers calls them as it calls the library's."""
+    """Plain stand-ins replace its functions; transformers calls them like the library's."""
     import transformers.modeling_flash_attention_utils as flash_utils
 
     def process(**arguments: Any) -> dict[str, Any]:

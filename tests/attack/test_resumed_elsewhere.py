@@ -1,4 +1,4 @@
-"""A recipe's run goes on elsewhere with the same global batch, and with the tokenizer that it was trained with."""
+"""A recipe resumes on another topology with the same global batch, and with the tokenizer it was trained with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rows:
 def train(
     ctx: RankContext, directory: Path, json_: dict[str, Any], steps: int, *flags: str, tokenizer: Any = None
 ) -> tuple[str, list[float], list[int]]:
-    """A run to `steps`: what it said of the batch, its losses, and [global batch, accumulation]."""
+    """Run to `steps`; return the messages about the batch, the losses, and [global batch, accumulation]."""
     path = directory / f"{ctx.rank}.json"
     path.write_text(json.dumps(json_))
     args = training_parser("pretrain", "").parse_args(
@@ -92,7 +92,7 @@ def test_fewer_ranks_keep_the_global_batch(pool: WorkerPool, tmp_path: Path) -> 
 
 
 def test_a_run_of_deepspeeds_goes_on_in_a_recipe(pool: WorkerPool, tmp_path: Path) -> None:
-    """Its checkpoint says how many sequences were read, and the batch in other keys."""
+    """DeepSpeed's checkpoint stores the number of sequences and the batch under different keys."""
     whole, half = tmp_path / "whole", tmp_path / "half"
     for path in (whole, half):
         path.mkdir()
@@ -158,7 +158,7 @@ def test_another_tokenizer_is_refused_unless_it_is_allowed(pool: WorkerPool, tmp
 
 
 class Known(Rows):
-    """Data that say which they are."""
+    """Data with a fingerprint."""
 
     digest, seq_length = "a", 16
 
@@ -192,7 +192,7 @@ def test_what_has_changed_of_the_data_is_told(subtests: pytest.Subtests) -> None
 
 
 def on_other_data(ctx: RankContext, directory: Path, digest: str, *flags: str) -> tuple[str, dict[str, Any]]:
-    """What a run to one step more says, and the place in the data where it ends."""
+    """Return the messages of a run of one more step, and its final position in the data."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{__name__}.Rows", lambda: Known(digest=digest))
         patch.setattr(logging.getLogger("launcher"), "warning", lambda text, *more: said.append(text % more))
@@ -215,7 +215,7 @@ def test_another_data_set_is_read_from_its_beginning(pool: WorkerPool, tmp_path:
 
 
 def rates(ctx: RankContext, directory: Path, scheduler: dict[str, Any] | None, lr: float | None) -> list[str]:
-    """Save (no `lr`), or load with another learning rate: what is told."""
+    """Save (without `lr`), or load with another learning rate; return the messages."""
     said: list[str] = []
     config = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": lr or 0.01}}}
     engine = launcher.initialize(
@@ -256,7 +256,7 @@ def test_a_learning_rate_of_the_json_that_does_not_count_is_told(
 
 
 def options(ctx: RankContext, directory: Path, save: bool) -> list[str]:
-    """Save, or load with another weight decay and the groups in another order: what is told."""
+    """Save, or load with another weight decay and the groups in another order; return the messages."""
     said: list[str] = []
     model = tiny_llama(layers=1)
     parts = [[p for p in model.parameters() if (p.dim() > 1) is matrices] for matrices in (True, False)]

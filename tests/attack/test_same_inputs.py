@@ -1,4 +1,4 @@
-"""Ranks that compute parts of one model and get different batches: told in words, with the sampler to use."""
+"""Model-parallel ranks that get different batches are reported, with the sampler to use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine(**sections: Any) -> Any:
 
 
 def trained(e: Any, ids: Tensor) -> None:
-    """A step on some rows."""
+    """Train one step on some rows."""
     if e.runtime.staged.is_whole:
         e.backward(e(input_ids=ids, labels=ids).loss)
         e.step()
@@ -44,7 +44,7 @@ def said(do: Any) -> str:
 
 
 def sampled(ctx: RankContext, over: str, sections: dict[str, Any]) -> str:
-    """A script's own loader, with the sampler that many copy from data-parallel scripts, or the right one."""
+    """Return a script's own loader: with the usual sampler of data-parallel scripts, or the correct one."""
     e, rows = engine(**sections), batch(0, 16)
     dp = e.mesh.dp
     place = {"num_replicas": dp.degree, "rank": dp.rank} if over == "dp" else {}
@@ -89,7 +89,7 @@ def test_different_shapes_do_not_hang(pool: WorkerPool) -> None:
 
 
 def later(ctx: RankContext, sections: dict[str, Any], bad: int) -> tuple[int, str, bool]:
-    """(steps that went well, what the next one said, whether it changed weights)"""
+    """Return (steps that succeeded, the message of the next one, whether it changed weights)."""
     e = engine(**sections)
     for step in range(20):
         ids = batch(step, 4).clone()
@@ -116,7 +116,7 @@ def test_one_token_in_a_later_step_is_told_before_weights_change(pool: WorkerPoo
 
 
 def counted(ctx: RankContext, tp: int) -> list[int]:
-    """Collectives for it in each step; the lengths of sequences change from step to step."""
+    """Return the collectives of the check in each step; sequence lengths change from step to step."""
     config = config_of(1, 1, {"stages": 1}, tensor_parallel={"autotp_size": tp})
     e, found = engine_of(config, tiny_llama(layers=4)), []
     for step in range(FIRST + 3):

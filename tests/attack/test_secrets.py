@@ -1,4 +1,4 @@
-"""Secrets: files that only their owner may read stay so, and values are in no file or output that others see."""
+"""Secrets: files stay readable only by their owner, and values appear in no file or output that others can read."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ PIECES = ("eyJ", "eyJa", "://", "://a:", "://:x", "hf_", "hf_a", "sk-", "sk-a-",
 
 
 def test_every_pattern_is_linear(subtests: pytest.Subtests) -> None:
-    """The time for 200 kB; what is quadratic takes ten and more seconds for some of these."""
+    """Measure the time for 200 kB; a quadratic pattern takes ten seconds or more."""
     for name, pattern in PATTERNS.items():
         with subtests.test(name):
             whole = pattern.sub if name in SEARCHED else lambda _, text, found=pattern: found.match(text)

@@ -1,4 +1,4 @@
-"""Several users on one disk, and what killed processes leave on it."""
+"""Several users on one disk, and files left by killed processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def another_user() -> Iterator[None]:
 
 @pytest.fixture
 def disk() -> Iterator[Path]:
-    """A directory that everybody may write to, as /tmp."""
+    """Return a world-writable directory, like /tmp."""
     path = Path(tempfile.mkdtemp())
     path.chmod(0o1777)
     yield path
@@ -115,7 +115,7 @@ def test_what_killed_processes_leave_goes_with_the_next_one_and_what_lives_stays
 
 
 def test_nobody_is_led_out_of_the_directory(tmp_path: Path) -> None:
-    """A link of the right name is not followed."""
+    """A symlink with the expected name is not followed."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").touch()
     (tmp_path / f"launch-{os.uname().nodename}-ranks-aaaa").symlink_to(tmp_path / "mine")

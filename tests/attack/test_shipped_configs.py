@@ -1,6 +1,6 @@
-"""Every JSON of ds_configs/ trains under every recipe that it fits.
+"""Every JSON of ds_configs/ trains with every recipe that supports it.
 
-The Trainer refuses numbers that differ from its own: its recipe fits the JSON that leaves them all open, and
+The Trainer rejects numbers that differ from its own, so its recipe uses the JSON with "auto" values;
 tests/integrations/test_recipe.py trains that.
 """
 
@@ -30,7 +30,7 @@ STEPS, LENGTH, VOCABULARY = 2, 32, 260
 
 
 def trained(ctx: RankContext, recipe: str, config: str, output: str, *flags: str) -> None:
-    """The recipe as a rank of `launch` runs it."""
+    """Run the recipe like a rank of `launch`."""
     os.environ |= {"LAUNCHER_CONFIG": config, "LAUNCHER_OUTPUT_DIR": output, "LAUNCHER_DEVICE": "cpu"}
     with patch.object(sys, "argv", [recipe, *flags]):
         runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"), run_name="__main__")
@@ -46,7 +46,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made_material(directory: Path) -> Path:
-    """A tiny model and texts."""
+    """Create a tiny model and texts."""
     model = tiny_llama(vocab=VOCABULARY, layers=2)
     model.save_pretrained(directory / "model")
     sizes = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}

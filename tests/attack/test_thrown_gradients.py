@@ -1,4 +1,4 @@
-"""What a user does to gradients between backward and step is what it is in PyTorch, or is refused."""
+"""Changes that a user makes to gradients between backward and step work as in PyTorch, or are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Around(nn.Module):
-    """A module of the user's with the model inside."""
+    """A user's module that contains the model."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def engine_and_optimizer(setting: dict[str, Any]) -> tuple[Any, torch.optim.Opti
 
 
 def weights_after(ctx: RankContext, setting: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """A backward that is thrown away, in every way, then one that is meant, and a step."""
+    """Return the weights after a discarded backward, in each way, then a backward that counts, and a step."""
     found = {}
     for name, (throw, _) in WAYS.items():
         engine, mine = engine_and_optimizer(setting)
@@ -106,7 +106,7 @@ def weights_after(ctx: RankContext, setting: dict[str, Any]) -> dict[str, dict[s
 
 
 def truth(throw: Throw, parts: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Plain PyTorch on the global batches."""
+    """Return plain PyTorch's results on the global batches."""
     model = stack()
     x, y = points(0, ROWS)
     model(x[: ROWS // parts], y[: ROWS // parts]).backward()
@@ -134,7 +134,9 @@ def test_gradients_that_are_thrown_away_are_not_applied(pool: WorkerPool, settin
 
 
 def edited(ctx: RankContext, stage: int) -> tuple[dict[str, Tensor], str, dict[str, Tensor]]:
-    """Weights after a step whose gradient the user doubled, what was said, and weights after one thrown away last."""
+    """Return the weights after a step with a gradient that the user doubled, the messages, and the weights after a
+    gradient that was discarded last.
+    """
     engine, _ = engine_and_optimizer({"stage": stage})
     engine.backward(engine(*microbatches(ctx, 0)[0]))
     said = ""
@@ -168,7 +170,7 @@ def test_a_gradient_can_be_set_or_an_error_says_why_not(pool: WorkerPool, stage:
 
 
 def copied(ctx: RankContext) -> tuple[set[str], set[str]]:
-    """Classes of the parameters of a copy and of a file."""
+    """Return the classes of the parameters of a copy and of a file."""
     engine, _ = engine_and_optimizer({"stage": 2})
     (
         engine.module._forward_hooks.clear(),

@@ -1,4 +1,4 @@
-"""Token ids are stored as they are, and never reach a model that has no embedding for them."""
+"""Token ids are stored unchanged, and ids beyond the embedding never reach the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGEST = 70_000  # of five tokens
 
 
 def with_gaps(largest: int = LARGEST) -> PreTrainedTokenizerFast:
-    """A tokenizer of words whose ids are not one after the other."""
+    """Return a word tokenizer with gaps between its ids."""
     vocabulary = {"<eos>": 0, "<unk>": 1, "a": 2, "b": 3, "far": largest}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -71,7 +71,7 @@ def test_a_tokenizer_is_judged_by_its_largest_id(tmp_path: Path) -> None:
 
 
 def told(ctx: RankContext, directory: str, kind: str) -> str:
-    """What a run on data of too large ids says before it trains, or how it fails."""
+    """Return the messages before training on data with too large ids, or the failure."""
     if kind == "packed":
         text = Dataset.from_dict({"text": ["a far b a b"] * 20})
         data: Any = pack(text, with_gaps(), 4, directory)

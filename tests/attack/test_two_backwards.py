@@ -1,4 +1,4 @@
-"""Several backwards before a step are one sum of gradients, at every stage: GANs, auxiliary losses, no_sync()."""
+"""Several backwards before a step accumulate gradients, at every stage: GANs, auxiliary losses, no_sync()."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Maker(nn.Module):
 
 
 def drawn(step: int) -> tuple[Tensor, Tensor]:
-    """(real rows, noise) of the global batch."""
+    """Return (real rows, noise) of the global batch."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(ROWS, WIDTH, generator=generator) + 2, torch.randn(ROWS, WIDTH, generator=generator)
 
 
 def adversarial(ctx: RankContext, stage: int, zero_of: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The loop that PyTorch's tutorial of DCGAN has, with two engines."""
+    """Run the loop of PyTorch's DCGAN tutorial with two engines."""
     config = config_of(stage, train_batch_size=ROWS, optimizer=SGD)
     critic, maker = engine_of(config, Critic()), engine_of(config, Maker())
     for step in range(STEPS):
@@ -94,7 +94,7 @@ def test_an_adversarial_pair_is_that_of_one_process(pool: WorkerPool, stage: int
 
 
 def summed(ctx: RankContext, stage: int, how: str) -> dict[str, Tensor]:
-    """Two backwards and a step."""
+    """Run two backwards and a step."""
     factor = {"gradient_predivide_factor": 4.0, "prescale_gradients": True} if how == "predivided" else {}
     engine = engine_of(config_of(stage, 2 if how == "accumulating" else 1, optimizer=SGD, **factor))
     first, second = (microbatches(ctx, step)[0] for step in (0, 1))
@@ -135,7 +135,7 @@ def test_gradients_of_several_backwards_are_summed(pool: WorkerPool, stage: int,
 
 
 def mixed(ctx: RankContext, thrown: bool) -> str:
-    """A loss that the engine scales, and one of the user's."""
+    """Combine a loss scaled by the engine and one scaled by the user."""
     engine = engine_of(config_of(1, 2, optimizer=SGD))
     engine.backward(engine(*microbatches(ctx, 0, 2)[0]))
     if thrown:
@@ -155,7 +155,7 @@ def test_losses_that_are_scaled_and_others_do_not_mix(pool: WorkerPool) -> None:
 
 
 def around(ctx: RankContext, stage: int) -> str:
-    """The second backward comes of a module inside."""
+    """The second backward starts from an inner module."""
     engine = engine_of(config_of(stage, optimizer=SGD))
     engine.backward(engine(*microbatches(ctx, 0)[0]))
     module: Any = engine.module
@@ -168,7 +168,7 @@ def around(ctx: RankContext, stage: int) -> str:
 
 
 def test_a_second_backward_that_nobody_announced_is_refused(pool: WorkerPool) -> None:
-    assert all("module inside" in said for said in pool.run(around, 2, 1))
+    assert all("not a submodule" in said for said in pool.run(around, 2, 1))
     assert pool.run(around, 1, 1) == [""]
 
 

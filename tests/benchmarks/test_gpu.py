@@ -1,4 +1,4 @@
-"""The proof on a GPU, on CPUs: its ranks meet, its runs are estimated, and its report says what failed."""
+"""The GPU checks, run on CPUs: ranks connect, runs are estimated, and the report lists failures."""
 
 from __future__ import annotations
 

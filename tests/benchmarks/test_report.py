@@ -1,4 +1,4 @@
-"""The benchmark's table: which rows run, and the figures that are worked out from their records."""
+"""The benchmark's table: which rows run, and the numbers computed from their records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of speeds: each of our rows beside the fastest and the leanest row of each peer."""
+"""The speed page: each of our rows next to the fastest and the smallest row of each peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two saves into one directory leave each other alone."""
+"""Two saves into one directory do not affect each other."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Whether what is stored has every element that a rank asks for."""
+"""Whether the stored slices cover every element that a rank needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = (3, 4, 2)
 
 
 def stored(*spans: tuple[int, int]) -> Metadata:
-    """A tensor of which these flat ranges are stored."""
+    """Return a tensor of which these flat ranges are stored."""
     boxes = [box for start, stop in spans for box in rectangles(SHAPE, start, stop)]
     chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(SHAPE), chunks)

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed wrote: every element in its place, on any topology, and nothing in them is run."""
+"""DeepSpeed checkpoints: every element is loaded correctly, on any topology, and no code in them is run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model_of(kind: str) -> nn.Module:
 
 
 def assembled(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, under the names of `values_of`."""
+    """Return all tensors of a checkpoint, under the names of `values_of`."""
     found = {}
     for full_name, stored in open_content(directory).stored.items():
         name = full_name.partition("/")[2]
@@ -107,7 +107,7 @@ def test_the_record_of_the_run(tmp_path: Path) -> None:
 def load(
     ctx: RankContext, directory: Path, kind: str, stage: int
 ) -> tuple[dict[str, Tensor], list[Any], float]:
-    """Load, look, and take one more step."""
+    """Load, inspect, and take one more step."""
     engine = launcher.initialize(model=model_of(kind), config=config_of(stage), device=DEVICE)[0]
     path, client = engine.load_checkpoint(directory)
     state = whole_state(engine)
@@ -148,7 +148,7 @@ def test_weights_in_one_process(tmp_path: Path) -> None:
 
 
 class Runs:
-    """Runs a command where it is unpickled."""
+    """Run a command when unpickled."""
 
     def __init__(self, call: Any, *args: Any) -> None:
         self.call, self.args = call, args
@@ -263,7 +263,7 @@ def test_damage_is_told_by_its_file(tmp_path: Path) -> None:
 
 
 def test_files_of_the_optimizer_that_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Weights alone may be wanted; at ZeRO 3 they are in these files, too."""
+    """The weights alone may be enough; at ZeRO 3 they are in these files, too."""
     model = model_of("plain")
     for stage in (2, 3):
         directory = write(tmp_path / str(stage), model, values_of(model), stage=stage, ranks=2)
@@ -288,7 +288,7 @@ def test_kinds_that_are_not_read_are_named(tmp_path: Path) -> None:
 
 
 def test_the_count_of_steps_of_an_old_fused_adam(tmp_path: Path) -> None:
-    """It is in the param groups alone; and where it is nowhere, that is an error."""
+    """The count is only in the param groups. If it is missing there as well, that is an error."""
     model = model_of("plain")
     for number, (count, word) in enumerate(((STEPS, ""), (None, "but no step count"))):
         directory = write(tmp_path / str(number), model, values_of(model), stage=2, ranks=2)
@@ -311,7 +311,7 @@ def test_the_count_of_steps_of_an_old_fused_adam(tmp_path: Path) -> None:
 
 
 class Scaled(nn.Module):
-    """A parameter without dims, one that nothing uses, and buffers."""
+    """A parameter without dims, an unused parameter, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_parameters_without_dims_and_buffers(tmp_path: Path) -> None:
 
 
 def swap_out(directory: Path, first: int) -> None:
-    """Put the flat tensors of stage 3 into files as DeepSpeed does where they rest on NVMe."""
+    """Store the flat tensors of stage 3 in files, as DeepSpeed does with NVMe offload."""
     model = torch.load(next(directory.glob("*rank_0_*model_states.pt")), weights_only=False)
     at = {name: first + number for number, name in enumerate(model["module"])}
     spans = [(at[next(iter(group))], at[[*group][-1]]) for group in model["param_shapes"]]

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed wrote of models with its layers of experts."""
+"""DeepSpeed checkpoints of models with its expert layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def values() -> dict[str, Tensor]:
 
 
 def of_rank(rank: int, degree: int, *, local: bool) -> dict[str, str]:
-    """Name that a rank gives to a tensor of its experts -> its name in the model."""
+    """Return a rank's name of an expert tensor -> its name in the model."""
     return {
         expert_name(layer, number - local * rank * count // degree, name): expert_name(layer, number, name)
         for layer, count in LAYERS.items()
@@ -100,7 +100,7 @@ def _whole(made: dict[str, Tensor], names: list[str]) -> dict[str, Any]:
 
 
 def _part(made: dict[str, Tensor], rank: int, degree: int) -> dict[str, Any]:
-    """All ranks share the first group; those with the same experts share the second."""
+    """All ranks share the first group; ranks with the same experts share the second."""
     dense = _ranges(made, [list(DENSE)], rank, WORLD, False)
     names = list(of_rank(rank % degree, degree, local=False).values())
     own = _ranges(made, [names], rank // degree, WORLD // degree, False)

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed wrote of split models: tensor-parallel ranks, pipeline stages, the universal layout."""
+"""DeepSpeed checkpoints of split models: tensor-parallel ranks, pipeline stages, the universal layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.checkpoint.test_deepspeed import assembled
 
 
 class Layer(nn.Module):
-    """Parameters that two ranks cut in five ways."""
+    """Parameters that two ranks split in five ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ SCALED = "row.bias"  # each of two ranks has half of it
 
 
 def own_part(name: str, tensor: Tensor, rank: int) -> Tensor:
-    """What a rank has of a parameter."""
+    """Return a rank's part of a parameter."""
     if name not in WIDTHS:
         return tensor.clone()
     dim, rows = WIDTHS[name]
@@ -59,7 +59,7 @@ def own_values(values: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 
 def boxes(shape: Sequence[int], name: str, rank: int) -> list[dict[str, Any]]:
-    """The boxes of a rank, as DeepSpeed writes them: offsets and strides in the whole tensor and in the rank's."""
+    """Return the boxes of a rank in DeepSpeed's format: offsets and strides in the full tensor and in the rank's."""
     strides = list(torch.empty(shape).stride())
     if name not in WIDTHS:
         scale = {"scale": 0.5} if name == SCALED else {}
@@ -97,7 +97,7 @@ def affine_map(model: nn.Module) -> dict[str, Any]:
 
 
 def write_split(root: Path, model: nn.Module, info: dict[str, Any], **options: Any) -> dict[str, Tensor]:
-    """Write the checkpoint of two tensor-parallel ranks; return the whole values."""
+    """Write the checkpoint of two tensor-parallel ranks; return the full values."""
     values = values_of(model)
     final = root / "global_step7"
     for rank in range(2):
@@ -124,7 +124,7 @@ def write_split(root: Path, model: nn.Module, info: dict[str, Any], **options: A
     ids=str,
 )
 def test_tensor_parallel_parts_are_joined(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Uneven parts, fused ones, and one that each rank has times a half, of which Adam's moments are the inverse."""
+    """Covers uneven parts, fused parts, and a part that each rank holds times one half, with inverse moments."""
     model = Layer()
     values = write_split(tmp_path, model, affine_map(model), **options)
     found = open_content(tmp_path / "global_step7").stored
@@ -141,7 +141,7 @@ def test_tensor_parallel_parts_are_joined(tmp_path: Path, options: dict[str, Any
 
 
 def test_patterns_of_names_say_it_too() -> None:
-    """Versions before 0.19 know no boxes."""
+    """Versions before 0.19 have no boxes."""
     info = {
         "tp_replicated_parameter_patterns": ["^norm"],
         "parameter_with_row_parallelism_patterns": ["^row"],
@@ -201,7 +201,7 @@ def test_what_cannot_be_joined_is_said(tmp_path: Path) -> None:
 
 
 def row_of(tied: bool) -> nn.Sequential:
-    """Six layers; the last one is the first one again where they are tied."""
+    """Return six layers; if tied, the last one is the first one again."""
     layers = [nn.Embedding(7, 4), *(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 7, bias=False)]
     if tied:
         layers[-1].weight = layers[0].weight  # type: ignore[assignment]
@@ -209,7 +209,7 @@ def row_of(tied: bool) -> nn.Sequential:
 
 
 def write_stages(root: Path, *, tied: bool, stage: int) -> dict[str, Tensor]:
-    """Write the checkpoint of a PipelineModule of two stages; return the whole values."""
+    """Write the checkpoint of a PipelineModule of two stages; return the full values."""
     whole = row_of(tied)
     values = values_of(whole)
     final = root / "global_step7"
@@ -248,7 +248,7 @@ def write_stages(root: Path, *, tied: bool, stage: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("tied", "stage"), [(False, 0), (False, 1), (True, 1)])
 def test_stages_are_joined(tmp_path: Path, tied: bool, stage: int) -> None:
-    """Tied layers have the name of the first one of them, as in launcher's own PipelineModule."""
+    """Tied layers have the name of the first of them, as in launcher's own PipelineModule."""
     values = write_stages(tmp_path, tied=tied, stage=stage)
     got = assembled(tmp_path / "global_step7")
     assert set(got) == set(values)

@@ -1,4 +1,4 @@
-"""Files that the disk has: it writes while they are made, and what it could not write is told."""
+"""Durable files: they are flushed to disk while they are written, and disk errors are reported."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def test_the_disk_writes_while_a_file_is_made(tmp_path: Path, monkeypatch: pytes
 def test_what_the_disk_could_not_write_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """The kernel tells it once: whoever asks after that is told that all is well."""
+    """The kernel reports an error once; later calls succeed."""
     answers = iter([OSError(errno.EIO, os.strerror(errno.EIO))])
 
     def once(file: int) -> None:

@@ -1,4 +1,4 @@
-"""Streamed safetensors that safetensors and from_pretrained read."""
+"""Streamed safetensors that safetensors and from_pretrained can read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, limit: float, files: i
 
 
 def test_every_tensor_begins_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
-    """Readers that map the file need it; three odd bytes come first in MIXED."""
+    """Readers that map the file require this; MIXED starts with three odd bytes."""
     (path,) = write_safetensors(tmp_path, _entries(MIXED))
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -77,7 +77,7 @@ def _built(family: str) -> PreTrainedModel:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("limit", [5e9, 20_000])
 def test_from_pretrained_reads_it(tmp_path: Path, family: str, limit: float) -> None:
-    """Under HF's parameter names, a tied weight once; Mixtral's experts stay fused."""
+    """Uses HF's parameter names and stores tied weights once; Mixtral's experts stay fused."""
     model = _built(family).eval()
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     write_safetensors(tmp_path, _entries(parameters), limit)

@@ -1,4 +1,4 @@
-"""zero_to_fp32: whole weights out of a checkpoint, in one process and in fp32."""
+"""zero_to_fp32: full weights from a checkpoint, in one process and in fp32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FROZEN = "model.embed_tokens.weight"
 
 
 def save(ctx: RankContext, directory: Path, stage: int) -> dict[str, Tensor]:
-    """Two steps in bf16 with a frozen embedding; the fp32 master weights, and the frozen one as it is."""
+    """Train two steps in bf16 with a frozen embedding; return the fp32 master weights and the frozen weight."""
     model = tiny_llama(layers=2)
     model.get_parameter(FROZEN).requires_grad_(False)
     config = config_of(stage, bf16={"enabled": True})

@@ -1,4 +1,4 @@
-"""A run that FSDP2 began goes on here, on other topologies too."""
+"""A run that FSDP2 began resumes here, also on other topologies."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _save(model: nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> Non
 
 
 def go_on(ctx: RankContext, root: Path, tag: str, stage: int, tied: bool) -> tuple[list[float], list[float]]:
-    """The losses after loading, and the weight decays of the param groups, which are made in another order."""
+    """Return the losses after loading, and the weight decays of the param groups, which are in another order."""
     model = tiny_llama(tied=tied, layers=2, vocab=61, seed=7)
     config = {
         "train_batch_size": 4, "gradient_clipping": 0.0,
@@ -118,7 +118,7 @@ def test_a_run_goes_on(pool: WorkerPool, tmp_path: Path, tied: bool) -> None:
 
 
 def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`launch import` and `launch inspect`; damage; and a checkpoint of launcher's that has lost its meta.json."""
+    """Covers `launch import`, `launch inspect`, damage, and a launcher checkpoint without its meta.json."""
     model = tiny_llama(layers=1)
     optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
     ids = batch(0)
@@ -165,7 +165,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
 
 
 def test_what_else_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Two optimizers, a rate in a tensor, an average of weights, a module that is called `state`."""
+    """Covers two optimizers, a learning rate in a tensor, averaged weights, and a module named `state`."""
     model = nn.ModuleDict({"state": nn.Linear(2, 2), "rest": nn.Linear(2, 2)})
     made = {}
     for name, rate in (("state", 0.1), ("rest", torch.tensor(0.5))):
@@ -273,7 +273,7 @@ def test_buffers_and_ties(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def _rates(ctx: RankContext, root: Path, kind: str) -> tuple[list[float], str]:
-    """The rates after loading and after two steps, and what was told of the schedule."""
+    """Return the learning rates after loading and after two steps, and the messages about the schedule."""
 
     def falling(optimizer: torch.optim.Optimizer) -> Any:
         falls = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -298,7 +298,7 @@ def _rates(ctx: RankContext, root: Path, kind: str) -> tuple[list[float], str]:
 
 
 def test_a_schedule_goes_on_at_the_step(pool: WorkerPool, tmp_path: Path) -> None:
-    """Its state is the program's own: the schedule of this run takes its place."""
+    """The stored state is the other program's; the schedule of this run replaces it."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     for _ in range(3):

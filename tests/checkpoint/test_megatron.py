@@ -36,7 +36,7 @@ def _model(kind: str) -> Any:
 
 
 def _save(kind: str, place: Path, dtype: str = "", frozen: Sequence[str] = ()) -> dict[str, torch.Tensor]:
-    """Write a checkpoint as the engine does; returns its tensors. Names with a part of `frozen` have no states."""
+    """Write a checkpoint as the engine does; return its tensors. Names with a part of `frozen` have no states."""
     model = _model(kind)
     decayed: list[str] = []
     vectors: list[str] = []
@@ -64,7 +64,10 @@ def _save(kind: str, place: Path, dtype: str = "", frozen: Sequence[str] = ()) -
 def _made(
     kind: str, dtype: str, frozen: tuple[str, ...]
 ) -> tuple[dict[str, torch.Tensor], TemporaryDirectory[str]]:
-    """Return (what was saved, where it was saved and exported). It goes when this process ends."""
+    """Return (saved tensors, directory of the checkpoint and export).
+
+    The directory is deleted when this process ends.
+    """
     kept = TemporaryDirectory()
     root = Path(kept.name)
     tensors = _save(kind, root / "ours", dtype, frozen)
@@ -76,7 +79,7 @@ def _made(
 def _exported(
     kind: str, root: Path, dtype: str = "", frozen: Sequence[str] = ()
 ) -> tuple[dict[str, torch.Tensor], Path, str]:
-    """Return (what was saved, a copy of the checkpoint in Megatron's format, the model's config)."""
+    """Return (saved tensors, a copy of the checkpoint in Megatron's format, the model's config)."""
     tensors, kept = _made(kind, dtype, tuple(frozen))
     shutil.copytree(kept.name, root, dirs_exist_ok=True)
     return tensors, root / "out" / f"iter_{STEP:07d}", str(write_config(kind, root))
@@ -288,7 +291,7 @@ def test_a_load_says_what_to_do(pool: WorkerPool, tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize("dtype", ["", "bf16"])
 def test_frozen_layers_come_back(tmp_path: Path, dtype: str) -> None:
-    """In the stacked states their parts are missing, and what lies there is no value."""
+    """Their parts are missing in the stacked states, so the values there are undefined."""
     tensors, _, model = _exported("llama", tmp_path, dtype, [".layers.0.", ".layers.2.", "embed_tokens"])
     assert main(["import", str(tmp_path / "out"), str(tmp_path / "in"), "--model", model]) == 0
     back = SourceCheckpoint.open(tmp_path / "in")

@@ -1,6 +1,6 @@
-"""Copies of the state in the memory of two nodes: what is there after one of them, or both, is lost.
+"""Copies of the state in the memory of two nodes: what remains after one of them, or both, is lost.
 
-Nodes are directories here, and GROUP_RANK says whose is whose.
+Nodes are directories here, and GROUP_RANK determines which node a rank is on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def keep(ctx: RankContext, place: Path, *steps: int, nodes: int = 2, plus: float
 def resume(
     ctx: RankContext, place: Path, after: int, nodes: int = 2
 ) -> tuple[str | None, dict[str, Any] | None, bool]:
-    """(tag, meta, every element is there)."""
+    """Return (tag, meta, whether all elements are there)."""
     memory = of_node(ctx, place, nodes)
     found = memory.find(after)
     if found is None:
@@ -139,7 +139,7 @@ def test_what_cannot_be_used(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def test_a_copy_that_was_not_finished(pool: WorkerPool, tmp_path: Path) -> None:
-    """Killed when one node had finished a step, and the other had not: the step before is there."""
+    """Killed when one node had finished a step and the other had not: the previous step remains."""
     pool.run(keep, WORLD, tmp_path, 3, nodes=4)
     shutil.copytree(tmp_path, tmp_path / "saved")
     pool.run(keep, WORLD, tmp_path, 6, nodes=4, plus=1.0)

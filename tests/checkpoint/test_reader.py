@@ -1,4 +1,4 @@
-"""Corrupted and hostile checkpoints: an error that names the file, and no code run."""
+"""Corrupted and hostile checkpoints: the error names the file, and no code is run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_pickle_with_code_is_refused_and_not_run(checkpoint: Path, tmp_path: P
 
 
 class _EarlyPickler(pickle.Pickler):
-    """Writes members of an Enum as Python 3.11.0 to 3.11.3 do."""
+    """Pickle Enum members as Python 3.11.0 to 3.11.3 do."""
 
     def reducer_override(self, member: Any) -> Any:
         return (getattr, (type(member), member.name)) if isinstance(member, Enum) else NotImplemented
@@ -79,7 +79,7 @@ def test_attributes_of_other_things_are_refused(checkpoint: Path, name: str) -> 
 
 
 def test_code_in_the_metadata_of_one_rank_is_not_run_either(checkpoint: Path, tmp_path: Path) -> None:
-    """torch looks for `__0.metadata` where `.metadata` cannot be read."""
+    """torch looks for `__0.metadata` if `.metadata` cannot be read."""
     proof = tmp_path / "code-was-run"
     (checkpoint / "__0.metadata").write_bytes(pickle.dumps(_Malice(proof)))
     (checkpoint / ".metadata").write_bytes(b"")
@@ -90,7 +90,7 @@ def test_code_in_the_metadata_of_one_rank_is_not_run_either(checkpoint: Path, tm
 
 
 def test_a_stored_object_is_not_unpickled(checkpoint: Path, tmp_path: Path) -> None:
-    """A checkpoint that says `w` is an object would have torch run `torch.load(weights_only=False)`."""
+    """A checkpoint that declares `w` an object would make torch call `torch.load(weights_only=False)`."""
     proof = tmp_path / "code-was-run"
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"w": _Malice(proof)}, checkpoint_id=checkpoint, no_dist=True)
@@ -157,7 +157,7 @@ def test_meta_says_at_once_that_a_file_is_cut(checkpoint: Path) -> None:
 
 
 def test_what_torch_wrote_itself_can_be_read(checkpoint: Path) -> None:
-    """The restricted list of classes is enough for every dtype that a model or optimizer has."""
+    """The allowed classes suffice for every dtype of a model or optimizer."""
     assert torch.equal(_load(checkpoint), torch.arange(1000.0))
     dtypes = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
     tensors = {str(dtype): torch.ones(3, 2, dtype=dtype) for dtype in dtypes}

@@ -1,4 +1,4 @@
-"""Written by some ranks, read by others: the logical tensor is the same."""
+"""A logical tensor is the same, whichever numbers of ranks write and read it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(ctx: RankContext, directory: Path, dtype: torch.dtype) -> dict[str, tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_ranks_write_three_two_and_one_read(pool: WorkerPool, tmp_path: Path, dtype: torch.dtype) -> None:
-    """Also slices without elements, a tensor without elements, and a plain tensor read as slices."""
+    """Also covers slices without elements, a tensor without elements, and a plain tensor read as slices."""
     pool.run(write, 2, tmp_path, dtype)
     for world in (3, 2, 1):
         parts = pool.run(read, world, tmp_path, dtype)
@@ -52,7 +52,7 @@ def test_read_as_plain_tensors_without_a_process_group(pool: WorkerPool, tmp_pat
 
 
 def test_slices_may_be_uneven_and_overlap_exactly(pool: WorkerPool, tmp_path: Path) -> None:
-    """Replicas hold the same slices (stage 0, hybrid sharding): each rectangle is written once."""
+    """Replicas hold the same slices (stage 0, hybrid sharding); each rectangle is written once."""
     pool.run(write_replicated, 2, tmp_path)
     plain = torch.zeros(7, 5)
     load(tmp_path, "r", {"matrix": plain})

@@ -1,4 +1,4 @@
-"""Saves that are whole or nothing, and errors that reach every rank."""
+"""Atomic saves, and errors that reach every rank."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_format_of_the_future(tmp_path: Path) -> None:
 
 
 def save_and_die(ctx: RankContext, directory: Path, tag: str, after: int) -> int:
-    """Save step 2, and die before the system call number `after` of those that order the disk."""
+    """Save step 2, and die before the system call number `after` of those that order disk writes."""
     calls = 0
 
     def dying(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +129,7 @@ def save_and_die(ctx: RankContext, directory: Path, tag: str, after: int) -> int
 
 @pytest.mark.parametrize("tag", [pytest.param("step1", marks=pytest.mark.full), "step2"])
 def test_a_save_killed_anywhere_spoils_nothing(pool: WorkerPool, tmp_path: Path, tag: str) -> None:
-    """The same tag again, and another one."""
+    """Saves the same tag again, and another one."""
     _save(tmp_path / "whole", "step1", 1.0, step=1)
     (total,) = pool.run(save_and_die, 1, tmp_path / "whole", tag, 10**6)
     assert total >= 8
@@ -153,7 +153,7 @@ def test_a_save_killed_anywhere_spoils_nothing(pool: WorkerPool, tmp_path: Path,
 
 
 def fail_on_one_rank(ctx: RankContext, directory: Path, how: str) -> str:
-    """A good save, a failing one, and then a collective: every rank has to come out of the failure."""
+    """Make a good save, a failing one, and then a collective: every rank must recover from the failure."""
     tensors = {name: share(name, ctx.rank, ctx.world) for name in SHAPES}
     tensors["big"] = FlatSlice(torch.zeros(40_000), (80_000,), ctx.rank * 40_000, (ctx.rank + 1) * 40_000)
     save(directory, "good", tensors, {"step": 1})

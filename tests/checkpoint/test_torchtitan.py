@@ -1,4 +1,4 @@
-"""A run of torchtitan's goes on here: its names, its rotary rows, its optimizer."""
+"""A torchtitan run resumes here: its names, its rotary rows, its optimizer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Attention(nn.Module):
 
 
 def _turned(x: Tensor) -> Tensor:
-    """Llama's rotary embedding as it was published: neighbours are a complex number."""
+    """Apply Llama's original rotary embedding, in which neighbours form a complex number."""
     rates = THETA ** (-torch.arange(0, WIDTH, 2) / WIDTH)
     angles = torch.outer(torch.arange(x.shape[1]), rates)
     turn = torch.polar(torch.ones_like(angles), angles)[None, :, None, :]
@@ -79,7 +79,7 @@ class _Layer(nn.Module):
 
 
 class Titan(nn.Module):
-    """Llama 3 under torchtitan's names."""
+    """Llama 3 with torchtitan's names."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def _named(name: str, layout: str) -> str:
 
 
 def _fused(state: dict[str, Any]) -> dict[str, Any]:
-    """The same with q, k and v of a layer in one: by group of heads, first its heads of q, then k, then v."""
+    """Return the same with fused q, k and v: for each group of heads its q heads, then k, then v."""
     made = dict(state)
     for name in [name for name in state if "qkv_linear.wq." in name]:
         q, k, v = (made.pop(name.replace(".wq.", f".w{kind}.")) for kind in "qkv")
@@ -126,7 +126,7 @@ def _fused(state: dict[str, Any]) -> dict[str, Any]:
 def _titan(
     place: Path, tied: bool, layout: str, edit: Callable[[dict[str, Any]], None] | None = None
 ) -> list[float]:
-    """Train, save as torchtitan does, and train on; return the losses after that."""
+    """Train, save as torchtitan does, and continue; return the losses after that."""
     torch.manual_seed(11)
     model = Titan(tied)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
@@ -199,14 +199,14 @@ def test_a_run_goes_on(pool: WorkerPool, tmp_path: Path, layout: str, tied: bool
 
 @pytest.fixture(scope="module")
 def titan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a checkpoint, untied."""
+    """Return the directory of a checkpoint with untied weights."""
     root = tmp_path_factory.mktemp("titan")
     _titan(root, tied=False, layout="apart")
     return root / f"step-{BEFORE}"
 
 
 def test_it_becomes_a_model_of_the_hub(titan: Path, tmp_path: Path) -> None:
-    """Its rows are put in order, whatever is written of it."""
+    """Its rows are reordered in every output format."""
     model = _config(tmp_path, tied=False)
     for kind in ("hf", "fp32"):
         assert main(["export", str(titan), str(tmp_path / kind), "--format", kind, "--model", model]) == 0
@@ -240,7 +240,7 @@ def test_its_names_need_a_model(titan: Path, tmp_path: Path, capsys: pytest.Capt
 def test_its_heads_are_told_and_kept(
     titan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """torchtitan writes no heads down: those of --model are, and another model is refused."""
+    """torchtitan does not store the number of heads; --model provides it, and another model is refused."""
     assert main(["import", str(titan), str(tmp_path / "ours"), "--model", _config(tmp_path, tied=False)]) == 0
     assert "as 4 heads, 2 key/value heads, head_dim 8, from the config of " in caplog.text
     other = _config(tmp_path, tied=False, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
@@ -307,7 +307,7 @@ def test_what_was_never_trained_is_refused(
 
 
 def test_a_parameter_without_a_state_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It may be one that no step has used; it begins anew, and stays in its param group."""
+    """It may be unused; its state starts from zero, and it stays in its param group."""
 
     def edit(state: dict[str, Any]) -> None:
         gone = "state.layers.0.feed_forward.w1."

@@ -1,4 +1,4 @@
-"""`launch --config accelerate.yaml`: what `accelerate config` writes is read as accelerate means it."""
+"""`launch --config accelerate.yaml`: files from `accelerate config` have the same meaning as in accelerate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TWO = {
 
 
 def written(directory: Path, **changes: Any) -> str:
-    """The path of a YAML; a value of None takes a key away."""
+    """Return the path of a YAML; a value of None removes a key."""
     tree = {key: value for key, value in {**ONE, **changes}.items() if value is not None}
     path = directory / "accelerate.yaml"
     path.write_text(yaml.safe_dump(tree))

@@ -1,4 +1,4 @@
-"""`launch calibrate`: the row of a device, from a run's own steps."""
+"""`launch calibrate`: the device entry, from a run's own steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = [
 
 
 def seconds_of(layout: Layout, factor: float) -> float:
-    """Of a step, on H100s that reach so many times what they usually do."""
+    """Return the seconds of a step on H100s with a multiple of their usual speed."""
     h100 = device("h100")
     slow = replace(h100, matmul_share=h100.matmul_share * factor, traffic_share=h100.traffic_share * factor)
     work = work_of(tiny_llama(layers=4).config, SEQUENCE)
@@ -35,7 +35,7 @@ def seconds_of(layout: Layout, factor: float) -> float:
 
 
 def run_of(directory: Path, layout: Layout, seconds: float, steps: int = 8) -> Path:
-    """What a run of a recipe leaves, whose steps took so long, after slower ones."""
+    """Create the files of a recipe's run with these step times, after slower steps."""
     config = as_json(layout)
     config["train_batch_size"] = layout.dp * layout.micro * layout.accumulation
     times = [9.0] * 5 + [seconds] * (steps - 5)

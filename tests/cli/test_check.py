@@ -1,4 +1,4 @@
-"""`launch check`: every key gets its verdict, at once, without torch."""
+"""`launch check`: every key gets its verdict quickly, without torch."""
 
 from __future__ import annotations
 

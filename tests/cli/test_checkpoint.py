@@ -1,4 +1,4 @@
-"""`launch inspect`, `launch export` and `launch import`: what is said of a checkpoint, and what is written of it."""
+"""`launch inspect`, `launch export` and `launch import`: the report on a checkpoint, and the files written from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.pool.reference import batch, tiny_llama
 
 
 def save(ctx: RankContext, directory: Path) -> dict[str, torch.Tensor]:
-    """Two steps of a tied model with two param groups in fp16; what was saved."""
+    """Train two steps of a tied model with two param groups in fp16; return the saved tensors."""
     model = tiny_llama(tied=True, layers=1)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -79,7 +79,7 @@ def test_what_is_exported_is_what_was_saved(
 def test_the_files_name_classes_of_deepspeed(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    """And of no other program but torch: whoever reads them needs nothing of launcher's."""
+    """They name no other classes except torch's: readers do not need launcher."""
     assert main(["export", str(saved[0]), str(tmp_path), "--format", "deepspeed", "--ranks", "2"]) == 0
     for file in tmp_path.glob("*/*.pt"):
         raw = file.read_bytes()
@@ -172,7 +172,7 @@ def test_damage_is_found_before_anything_is_written(
 
 
 class Odd(nn.Module):
-    """A parameter without elements, one that gets no gradient, whole numbers, and a name with a slash."""
+    """A parameter without elements, one without gradient, integers, and a name with a slash."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_nothing_is_overwritten(
 
 
 def test_a_model_that_from_pretrained_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A mixture of experts, whose tensors the Hub has one by one; and what is refused."""
+    """Covers a mixture of experts, whose tensors the Hub stores one by one, and what is refused."""
     embedded = Path(build.__file__).with_name(build.EMBEDDED["default-moe"])
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 16}
     config = json.loads(embedded.read_text()) | small | {"vocab_size": 300}

@@ -1,4 +1,4 @@
-"""Flags: both spellings, no silent mistakes."""
+"""Flags: both spellings work, and no mistake is silent."""
 
 from __future__ import annotations
 

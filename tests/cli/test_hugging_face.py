@@ -1,4 +1,4 @@
-"""`import deepspeed` in a script that `launch` starts: what it finds, what it costs, and what is refused."""
+"""`import deepspeed` in a script that `launch` starts: what it finds, its cost, and what is refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("launch
 
 @pytest.mark.full
 def test_a_script_that_imports_is_not_kept_waiting() -> None:
-    """A second and more is in the engine, which nothing needs before it trains: modules are counted, not time."""
+    """Importing the engine takes over a second and is only needed for training. Counts modules instead of time."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(DIRECTORY), str(DIRECTORY.parents[2])])}
     done = subprocess.run([sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_a_script_that_imports_is_not_kept_waiting() -> None:
 
 
 def missing_names(ctx: RankContext) -> list[str]:
-    """Names of the table that are not there, in a process of its own."""
+    """Return the names of the table that are missing, in a separate process."""
     sys.path.insert(0, str(DIRECTORY))
     missing = []
     for module, below in NAMES.items():
@@ -97,7 +97,7 @@ def missing_names(ctx: RankContext) -> list[str]:
 
 
 def test_every_name_is_somewhere(pool: WorkerPool) -> None:
-    """The homes of the names exist; the metadata has the version that the table speaks of."""
+    """The modules of the names exist, and the metadata has the version that the table refers to."""
     assert pool.run(missing_names, 1) == [[]]
     (found,) = importlib.metadata.distributions(path=[str(DIRECTORY)])
     assert found.version == VERSION

@@ -1,4 +1,4 @@
-"""`launch` answers mistakes at once: no torch is imported for them, nothing is started or written."""
+"""`launch` reports mistakes quickly: torch is not imported, and nothing is started or written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print("PROBE", json.dumps([code, heavy, time.process_time() - started]))
 
 
 def answer(*argv: str, cwd: Path) -> tuple[int, float, str, str]:
-    """Exit code, CPU seconds, stdout and stderr of `launch`, after checking that nothing heavy was imported."""
+    """Return exit code, CPU seconds, stdout and stderr of `launch`, after checking that nothing heavy was imported."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(argv), json.dumps(HEAVY)],
         cwd=cwd,
@@ -72,7 +72,7 @@ def test_a_stage_that_nobody_says_is_refused_before_any_rank(tmp_path: Path) -> 
 
 
 def test_trackers_that_are_not_installed_are_named_together(tmp_path: Path) -> None:
-    """Before any rank starts: importing torch on each of them takes longer than reading this."""
+    """Checked before any rank starts, since each rank would first import torch."""
     missing = [
         name for name in ("wandb", "comet", "mlflow", "trackio") if not is_installed(PACKAGES[name][0])
     ]

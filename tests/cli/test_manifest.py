@@ -1,4 +1,4 @@
-"""`launch manifest`: what Kubernetes is told, and what its pods then do."""
+"""`launch manifest`: the Kubernetes manifest, and the behaviour of its pods."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def items(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]
 
 
 def pods_of(job: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """(specification, variables that the controller adds) of each pod, as the controllers make them."""
+    """Return (specification, variables that the controller adds) of each pod, as the controllers create them."""
     spec = job["spec"]
     if job["kind"] == "PyTorchJob":
         replicas = [
@@ -55,7 +55,7 @@ def pods_of(job: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, str]]]:
 def started(
     pod: dict[str, Any], added: dict[str, str], cwd: Path, replaced: dict[str, str]
 ) -> subprocess.Popen[str]:
-    """The command of a pod as a process of this machine."""
+    """Start the command of a pod as a process on this machine."""
     (container,) = pod["containers"]
     variables = dict(added)
     for entry in container["env"]:
@@ -80,7 +80,7 @@ def started(
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
-    """As Kubernetes does it: $(NAME) of a known variable, $$ for $."""
+    """Expand variables as Kubernetes does: $(NAME) for a known variable, $$ for $."""
     return re.sub(r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else variables.get(m[1], m[0]), text)
 
 

@@ -1,4 +1,4 @@
-"""`launch memory-estimate` for people and for programs."""
+"""`launch memory-estimate` as text and as JSON."""
 
 from __future__ import annotations
 

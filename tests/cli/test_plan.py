@@ -1,4 +1,4 @@
-"""`launch plan` and `launch bench device` as a user types them."""
+"""`launch plan` and `launch bench device` on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch schedule`: grid, bubble and memory at once, without torch; pictures, traces, a run beside its forecast."""
+"""`launch schedule`: grid, bubble and memory without torch; plots, traces, and a run compared with its prediction."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_without_torch(tmp_path: Path) -> None:
 
 
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run is drawn under what its own mean costs predict; the flags that it brings along may be left out."""
+    """A run is plotted below the prediction from its own mean costs; flags stored in the run may be omitted."""
     made = make("1f1b", 2, 2)
     slow = {made.actions[1][0]: 1.0}
     write(tmp_path / "run.json", simulate(made, MicrobatchCosts.even(2, 1, 1, 1), slow))

@@ -1,4 +1,4 @@
-"""`launch shim`: `import deepspeed` is this package's engine where `launch` starts nothing, and one is told so."""
+"""`launch shim`: `import deepspeed` is this engine without `launch`, and a message says so."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for site-packages."""
+    """Return a stand-in for site-packages."""
     monkeypatch.setattr(shim.sysconfig, "get_path", lambda name: str(tmp_path))
     return tmp_path
 
 
 def imported(packages: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A program of an environment with these packages, among them another `deepspeed`."""
+    """Run a program in an environment with these packages, including another `deepspeed`."""
     (packages / "deepspeed.py").write_text("")
     started = f"import site; site.addsitedir({str(packages)!r}); {PROBE}"
     return python("-c", started, PYTHONPATH=f"{packages}{os.pathsep}{ROOT}", **variables)

@@ -1,4 +1,4 @@
-"""`launch top`: what is shown of a run, from the files that it has written."""
+"""`launch top`: the display of a run, from its files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def counters(**more: float) -> StepCounters:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The directory of a run of four ranks in two stages, of which the last one is slow."""
+    """Return the directory of a run of four ranks in two stages, with a slow last rank."""
     status = RunStatus()
     places = [f"stage {stage}, dp {dp}" for stage in range(2) for dp in range(2)]
     status.begin(str(tmp_path / "logs"), [("node1", 2), ("node2", 2)], places, restarts=1)
@@ -229,7 +229,7 @@ def test_a_chosen_rank_is_seen_wherever_it_is(run: Path) -> None:
 
 
 def test_a_stack_begins_with_what_the_main_thread_does() -> None:
-    """faulthandler writes that thread last, and whole paths: neither is to be seen on 80 columns."""
+    """faulthandler writes the main thread last, with full paths; both are unsuitable for 80 columns."""
     written = """0 (node1)
 Thread 0x00007f01 (most recent call first):
   File "/opt/env/lib/python3.11/site-packages/torch/utils/writer.py", line 7 in wait

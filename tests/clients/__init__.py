@@ -1,1 +1,1 @@
-"""Programs that others wrote, unchanged on this engine and on DeepSpeed: `make clients`."""
+"""Unmodified third-party programs, run on this engine and on DeepSpeed: `make clients`."""

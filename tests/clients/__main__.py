@@ -1,8 +1,8 @@
-"""Runs every client on ours and on DeepSpeed, compares losses, and writes the table of docs/transformers.md.
+"""Run every third-party program on ours and on DeepSpeed, compare losses, and write the table of docs/transformers.md.
 
-python -m tests.clients                        all but those of public repositories
-python -m tests.clients --examples DIR         those, too: checkouts of them are below DIR
-python -m tests.clients --only "GRPO"          some; the others keep the verdicts that they had
+python -m tests.clients                        all except those from public repositories
+python -m tests.clients --examples DIR         those as well, from checkouts in DIR
+python -m tests.clients --only "GRPO"          some programs; the others keep their verdicts
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clients of other checkouts: accelerate's examples, LLaMA-Factory, and the tests of accelerate and transformers."""
+"""Programs from other checkouts: accelerate's examples, LLaMA-Factory, and the tests of accelerate and transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.clients.client import AUTO, Client
 
 
 def accelerates() -> list[Client]:
-    """accelerate's examples; its environment variables say what `accelerate launch` would."""
+    """Return accelerate's examples, with the environment variables that `accelerate launch` would set."""
     home = "accelerate"
     variables = {
         "ACCELERATE_USE_DEEPSPEED": "true",
@@ -63,7 +63,7 @@ def accelerates() -> list[Client]:
 
 
 def factory() -> list[Client]:
-    """LLaMA-Factory's command line, with the versions of packages that it asks for."""
+    """Return the runs of LLaMA-Factory's command line, with the package versions that it requires."""
     home = "LLaMA-Factory"
     flags = {
         "model_name_or_path": "{models}/llama-untied", "stage": "sft", "do_train": "true", "dataset": "identity",
@@ -83,7 +83,7 @@ def factory() -> list[Client]:
 
 
 def suites() -> list[Client]:
-    """Tests of other projects, as if there were accelerators with fp16; those that need one process."""
+    """Return test suites of other projects that need one process, run as if there were accelerators with fp16."""
     deepspeed = ("test_deepspeed", "test_deepspeed_gradient_accumulation", "test_deepspeed_multiple_model")
     return [
         Client("accelerate's tests", "tests/deepspeed", "accelerate",

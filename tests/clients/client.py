@@ -1,4 +1,4 @@
-"""What a client is: one program of others in one setting, and the JSON that it is given."""
+"""A client: one third-party program in one setting, with its JSON."""
 
 from __future__ import annotations
 
@@ -12,49 +12,50 @@ OURS, THEIRS = "ours", "deepspeed"
 
 @dataclass(frozen=True)
 class Client:
-    """One program in one setting. Arguments may hold {out}, {models}, {json},
-    {cwd}, {older} and {examples}."""
+    """One program in one setting. Arguments may contain {out}, {models}, {json},
+    {cwd}, {older} and {examples}.
+    """
 
     name: str
     setting: str
     version_of: str
-    """The Python package, or the directory below EXAMPLES, whose version the table tells."""
+    """The Python package, or the directory below EXAMPLES, whose version the table shows."""
     program: str = ""
-    """Of `programs/`, or below EXAMPLES."""
+    """A file in `programs/`, or below EXAMPLES."""
     arguments: tuple[str, ...] = ()
     stage: int | None = None
-    """Of the JSON that it is given."""
+    """ZeRO stage in the JSON."""
     sections: dict[str, Any] = field(default_factory=dict)
-    """Of that JSON, besides."""
+    """Other sections of the JSON."""
     without: str = ""
     """A key of `zero_optimization` that has no effect here; DeepSpeed gets the JSON without it."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that it gets; values may hold the same words as arguments."""
+    """Variables; values may contain the same placeholders as arguments."""
     stand_ins: str = ""
-    """What this machine lacks, and gets stood in: words of stand_ins/sitecustomize.py."""
+    """Missing features of this machine to emulate: names of stand_ins/sitecustomize.py."""
     paths: tuple[str, ...] = ()
-    """Directories in which it finds packages of its own."""
+    """Directories with its own packages."""
     local_rank: bool = False
-    """It has a flag --local_rank, as programs for DeepSpeed's launcher have."""
+    """The program has a flag --local_rank, like programs for DeepSpeed's launcher."""
     limit: float = 1e-5
-    """How far losses may be from DeepSpeed's, relatively."""
+    """Largest relative difference of losses from DeepSpeed's."""
     module: bool = False
     """The program is a module's name."""
     ranks: int = 2
     alone: str = ""
-    """Why DeepSpeed does not run it on a CPU, where that is known."""
+    """Why DeepSpeed does not run it on a CPU, if known."""
     ends: str = ""
-    """Why no engine can bring it to its end on this machine, where that is known."""
+    """Why no engine can complete it on this machine, if known."""
     tests: tuple[str, ...] = ()
-    """Files below its checkout; then it is a test suite, and has no program."""
+    """Test files below its checkout, for a test suite, which has no program."""
     least: float = 1.0
-    """Of a test suite: the share of what DeepSpeed passes that has to pass here."""
+    """For a test suite: the share of DeepSpeed's passing tests that must pass here."""
     limit_s: float = 600.0
-    """How long it may run."""
+    """Timeout in seconds."""
 
     @property
     def own(self) -> bool:
-        """Its program is of `programs/`, or of an installed package."""
+        """Return whether the program is in `programs/` or in an installed package."""
         return not self.tests and (self.module or "/" not in self.program)
 
     @property
@@ -65,12 +66,12 @@ class Client:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run.
+    """The result of one run.
 
     Attributes:
-        error: the last words of a run that failed; empty where it ended well.
-        losses: by rank, of every backward; of a run that failed those until then.
-        tests: of a test suite: name -> "passed", "skipped", or why it failed.
+        error: the last error message of a failed run; empty on success.
+        losses: by rank, of every backward; for a failed run, of the completed ones.
+        tests: of a test suite: name -> "passed", "skipped", or the reason of the failure.
     """
 
     error: str = ""
@@ -79,7 +80,7 @@ class Outcome:
 
 
 def json_of(client: Client, engine: str) -> dict[str, Any]:
-    """The JSON that a client is given."""
+    """Return the JSON of a client."""
     keys = (
         "train_batch_size",
         "train_micro_batch_size_per_gpu",

@@ -1,4 +1,4 @@
-"""Clients that are DeepSpeed's own examples, of a checkout of DeepSpeedExamples."""
+"""DeepSpeed's own examples, from a checkout of DeepSpeedExamples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.clients.client import Client
 
 
 def examples() -> list[Client]:
-    """DeepSpeed's own examples."""
+    """Return DeepSpeed's own examples."""
     home, training = "DeepSpeedExamples", "DeepSpeedExamples/training"
 
     def one(name: str, setting: str, program: str, *arguments: str, needs: str = "", **others: Any) -> Client:

@@ -1,4 +1,4 @@
-"""What a client's two runs amount to: the words of its row."""
+"""Compare a client's two runs, and describe the result for its table row."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tests.clients.client import Client, Outcome
 from tests.clients.suites import compared
 
 LONGEST = 160
-"""Characters that the table keeps of an error."""
+"""Maximum length of an error in the table."""
 
 
 def judge(client: Client, ours: Outcome, theirs: Outcome) -> tuple[str, bool]:
-    """Return the words of the row, and whether this engine did what it should."""
+    """Return the text of the row, and whether this engine behaved as expected."""
     if client.tests and not (ours.error or theirs.error):
         return compared(client, ours.tests, theirs.tests)
     if ours.error and not theirs.error:
@@ -28,7 +28,7 @@ def judge(client: Client, ours: Outcome, theirs: Outcome) -> tuple[str, bool]:
 
 
 def _both_end(client: Client, ours: Outcome, theirs: Outcome) -> tuple[str, bool]:
-    """Neither comes to its end. That is as it should be only where the table of clients says why."""
+    """Judge two failed runs. This is expected only if the client table gives the reason."""
     here, there = plain(ours.error), client.alone or plain(theirs.error)
     why = client.ends or (here if here == there else f"{here} (DeepSpeed: {there})")
     if not ours.losses and not theirs.losses:
@@ -53,11 +53,11 @@ def _count(losses: list[list[float]]) -> str:
 
 
 def plain(error: str) -> str:
-    """Return an error without what is of one run only: processes, ports, directories, lines of C++."""
+    """Return an error without details of a single run: processes, ports, directories, lines of C++."""
     if re.search(r"Connection (closed|reset) by peer|Broken pipe", error):
         return "a rank waits for one that has ended"
     text = re.sub(r"\brank \d+ \(pid \d+\) failed: ", "", error)
     text = re.sub(r"\[/\S*:\d+\] ?", "", text)  # a line of C++
-    text = re.sub(r"(?<![\w.])(?:/[\w.+@-]+)+/([\w.+@-]+)", r"\1", text)  # of a path its last part
+    text = re.sub(r"(?<![\w.])(?:/[\w.+@-]+)+/([\w.+@-]+)", r"\1", text)  # keep the last part of a path
     text = " ".join(text.encode("ascii", "ignore").decode().split())
     return text if len(text) <= LONGEST else text[:LONGEST].rpartition(" ")[0] + " ..."

@@ -1,4 +1,4 @@
-"""Clients that are programs of `programs/` for installed packages: TRL, Lightning, and what builds on the Trainer."""
+"""Programs in `programs/` for installed packages: TRL, Lightning, and libraries built on the Trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from tests.clients.client import Client
 
 
 def trl() -> list[Client]:
-    """Every two of trainer, stage, tied, LoRA and model meet; full weights at stage 3 more often."""
+    """Return a pairwise covering of trainer, stage, tied weights, LoRA and model.
+
+    Full weights at stage 3 occur more often.
+    """
     trainers = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO", "grpo": "GRPO"}
     rows = []
     for i, trainer in enumerate(trainers):
@@ -26,7 +29,7 @@ def trl() -> list[Client]:
 
 
 def lightning() -> list[Client]:
-    """It makes the JSON itself."""
+    """Return the Lightning runs. Lightning generates the JSON itself."""
     name, version_of, program = "Lightning DeepSpeedStrategy", "lightning", "lightning_trainer.py"
     made = []
     for stage in (1, 2, 3):
@@ -37,7 +40,7 @@ def lightning() -> list[Client]:
 
 
 def trainers() -> list[Client]:
-    """Those that build on transformers.Trainer, and Trainer with models that read no text."""
+    """Return libraries built on transformers.Trainer, and the Trainer with models that are not text models."""
     to = ("--deepspeed", "{json}", "--out", "{out}")
     made = []
     for stage in (2, 3):

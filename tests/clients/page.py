@@ -1,4 +1,4 @@
-"""The table of clients in docs/transformers.md, and its record."""
+"""The client table in docs/transformers.md, and its record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- clients: made by `make clients` -->", "<!-- end of clients --
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the table."""
+    """One row of the table."""
 
     client: str
     version: str
@@ -35,7 +35,7 @@ class Verdict:
 
 
 def version_of(client: Client, examples: Path | None) -> str:
-    """Of a package its version, of a checkout its date and commit."""
+    """Return the version of a package, or the date and commit of a checkout."""
     if client.own or not (examples and (examples / client.version_of / ".git").exists()):
         return metadata.version(client.version_of)
     command = ["git", "-C", str(examples / client.version_of), "log", "-1", "--abbrev=8", "--format=%cs, %h"]
@@ -49,7 +49,7 @@ def read() -> dict[str, Verdict]:
 
 
 def write(verdicts: dict[str, Verdict]) -> None:
-    """The record, and the table between the markers of the page, in the order of the clients."""
+    """Write the record, and the table between the markers of the page, in the order of the clients."""
     known = {client.key: verdicts[client.key] for client in CLIENTS if client.key in verdicts}
     RECORD.write_text(json.dumps({key: asdict(verdict) for key, verdict in known.items()}, indent=1) + "\n")
     lines = ["| client | version | stage | with | |", "|---|---|---|---|---|"]

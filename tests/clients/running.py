@@ -1,4 +1,4 @@
-"""One client on one engine: its ranks on a CPU, and the losses of all of them."""
+"""Run one client on one engine: start its CPU ranks, and collect their losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT_S = 200.0
 
 
 def run(client: Client, engine: str, work: Path, examples: Path | None) -> Outcome:
-    """Run a client to its end, in a directory of its own below `work`, where its log is, too."""
+    """Run a client to its end in its own directory below `work`, which also contains its log."""
     directory = work / re.sub(r"\W+", "-", client.key) / engine
     out = directory / "out"
     shutil.rmtree(directory, ignore_errors=True)
@@ -62,25 +62,27 @@ def run(client: Client, engine: str, work: Path, examples: Path | None) -> Outco
 def _code(
     command: list[str], cwd: Path, environment: dict[str, str], log: Path, limit_s: float
 ) -> int | None:
-    """The exit status of a command; None: it has not ended in time."""
+    """Return the exit status of a command, or None on a timeout."""
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.terminate()  # so that it ends its ranks; killed, it would leave them behind
+            process.terminate()  # ends its ranks; SIGKILL would orphan them
             process.wait(LIMIT_S)
             return None
 
 
 def _copied(source: Path, directory: Path) -> Path:
-    """Where a program of others runs: what it writes beside itself is not to land in their repository."""
+    """Return a copy of a third-party checkout to run in, so that output files do not end up in their repository."""
     shutil.copytree(source, directory / "cwd", symlinks=True, ignore=shutil.ignore_patterns(".git"))
     return directory / "cwd"
 
 
 def _starter(client: Client, engine: str) -> list[str]:
-    """Its ranks: by `launch`; by DeepSpeed's own launcher where it has to say `--local_rank`, else by torchrun's."""
+    """Return the command that starts the ranks: `launch`, DeepSpeed's launcher if it must pass `--local_rank`, or
+    torchrun.
+    """
     if engine == OURS:
         start = ["-m", "launcher.cli.main", "--num_gpus", str(client.ranks), "--device", "cpu"]
         if not client.local_rank:
@@ -97,7 +99,7 @@ def _starter(client: Client, engine: str) -> list[str]:
 
 
 def _environment(client: Client, engine: str, places: dict[str, Any]) -> dict[str, str]:
-    """Both engines find the same packages, models and stand-ins."""
+    """Return the environment: both engines find the same packages, models and stand-ins."""
     own = [*([str(ROOT)] if engine == OURS else []), str(HERE / "stand_ins")]
     theirs = [path.format(**places) for path in client.paths]
     directory = places["out"].parent
@@ -106,7 +108,7 @@ def _environment(client: Client, engine: str, places: dict[str, Any]) -> dict[st
         **os.environ, **operators.environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(own + theirs),
         "CLIENT_STAND_INS": client.stand_ins, **losses,
         "HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "hf"), "HF_HUB_CACHE": str(places["models"] / "hub"),
-        # Programs that note the commit of their code find no repository around the directory of a run.
+        # Programs that record their commit find no repository around the run's directory.
         "GIT_CEILING_DIRECTORIES": str(directory.resolve()),
         "TOKENIZERS_PARALLELISM": "false", "CLIENT_MODELS": str(places["models"]),
         **{name: value.format(**places) for name, value in client.environment.items()},
@@ -114,7 +116,7 @@ def _environment(client: Client, engine: str, places: dict[str, Any]) -> dict[st
 
 
 def _last_words(log: str) -> str:
-    """The error of a log: that of the first Python exception, else its last line."""
+    """Return the error in a log: that of the first Python exception, else the last line."""
     told = re.findall(
         r"^(?:\[rank\d+\]: |error: rank \d+ .*failed: )?(\w*[\w.]*(?:Error|Exception): .*)$",
         log,

@@ -1,4 +1,4 @@
-"""Tests that other projects have of their use of DeepSpeed, from checkouts of them, on both engines."""
+"""Other projects' tests of their DeepSpeed integration, run from checkouts on both engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PASSED, SKIPPED = "passed", "skipped"
 
 
 def command(client: Client, engine: str) -> list[str]:
-    """pytest on their files, with their working directory; ours by `launch shim run`."""
+    """Return the pytest command for their files, in their working directory; ours uses `launch shim run`."""
     shim = [sys.executable, "-m", "launcher.cli.main", "shim", "run", "--"] if engine == OURS else []
     return [
         *shim, sys.executable, "-m", "pytest", *client.tests, "--rootdir", ".", "-c", "/dev/null",
@@ -28,7 +28,7 @@ def reported(cwd: Path) -> bool:
 
 
 def outcomes(cwd: Path) -> dict[str, str]:
-    """Test -> "passed", "skipped", or the first line of why it failed."""
+    """Return test -> "passed", "skipped", or the first line of the failure."""
     found: dict[str, str] = {}
     for case in ElementTree.parse(cwd / REPORT).iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
@@ -41,7 +41,7 @@ def outcomes(cwd: Path) -> dict[str, str]:
 
 
 def compared(client: Client, ours: dict[str, str], theirs: dict[str, str]) -> tuple[str, bool]:
-    """The verdict: how many of those that pass with DeepSpeed pass here, and which do not."""
+    """Return the verdict: how many tests that pass with DeepSpeed pass here, and which do not."""
     passing = [name for name, outcome in theirs.items() if outcome == PASSED]
     failing = [name for name in passing if ours.get(name) != PASSED]
     kinds = Counter(SKIPPED if value == SKIPPED else "failed" for value in theirs.values() if value != PASSED)

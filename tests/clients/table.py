@@ -1,4 +1,4 @@
-"""Which programs of others are run, and which are not (data)."""
+"""Which third-party programs are run, and which are not (data)."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ CLIENTS: list[Client] = [
 NOT_RUN: dict[str, str] = {
     "transformers' model zoo of DeepSpeed tests": "fp16 with example scripts and 28 models of the hub",
 }
-"""Client -> why it has not been run."""
+"""Client -> the reason why it was not run."""

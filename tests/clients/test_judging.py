@@ -1,4 +1,4 @@
-"""The words of a row: what is equal, what is not, and errors without what is of one run only."""
+"""The text of a table row: equal results, different results, and errors without details of a single run."""
 
 import pytest
 

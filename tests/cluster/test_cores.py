@@ -1,4 +1,4 @@
-"""Shares of cores."""
+"""Distribution of cores over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_wrong_list_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> N
 
 
 def machine(directory: Path, nodes: dict[int, str], siblings: dict[int, str] | None = None) -> Path:
-    """What Linux tells of a machine with these cores in its NUMA nodes."""
+    """Simulate Linux's description of a machine with these cores in its NUMA nodes."""
     for node, listed in nodes.items():
         (directory / f"node/node{node}").mkdir(parents=True)
         (directory / f"node/node{node}/cpulist").write_text(f"{listed}\n")

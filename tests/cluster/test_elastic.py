@@ -1,4 +1,4 @@
-"""A run that goes on with fewer nodes, and with more again; plain processes of this machine are the nodes."""
+"""A run continues with fewer nodes, and with more again; the nodes are plain processes of this machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def node(rank: int, port: int, cwd: Path, *flags: str) -> Iterator[subprocess.Po
 
 
 def told(process: subprocess.Popen[str], what: str) -> str:
-    """What it prints until it has said `what`."""
+    """Return the output until it contains `what`."""
     assert process.stdout is not None
     said = ""
     while what not in said:

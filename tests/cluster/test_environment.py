@@ -1,4 +1,4 @@
-"""Which variables are passed on, and that nothing on the way changes them."""
+"""Which variables are forwarded, and that they arrive unchanged."""
 
 from __future__ import annotations
 

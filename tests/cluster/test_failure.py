@@ -1,4 +1,4 @@
-"""Which failure is the first one, and what is said about it."""
+"""Which failure is the first one, and its message."""
 
 from __future__ import annotations
 

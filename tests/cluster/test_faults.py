@@ -1,4 +1,4 @@
-"""Whatever breaks on two machines, the run ends soon, says what broke, and leaves nothing behind."""
+"""After any fault on two machines, the run ends soon, reports the cause, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUICK = ("--node_timeout", "3")
 def running(
     hosts: Hosts, cwd: Path, *flags: str, env: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run of two ranks on each machine, all of which wait."""
+    """Start a run of two ranks on each machine, all of which wait."""
     (cwd / "script.py").write_text(WAITING)
     flags = ("--device", "cpu", "--hostfile", hosts.hostfile(cwd), *flags)
     process = hosts.start(cwd, *flags, "script.py", "--output-dir", "out", env=env)

@@ -1,4 +1,4 @@
-"""What the terminal shows of a traceback."""
+"""The display of a traceback on the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text_of(*files: str, error: str = "TypeError: no") -> str:
 
 
 def shown(text: str) -> list[str]:
-    """The functions, and the folded lines."""
+    """Return the functions, and the folded lines."""
     lines = [line for line in folded(text) if line.startswith("  ") and not line.startswith("    ")]
     return [line.split(" in ")[-1] if "File" in line else line.strip() for line in lines]
 

@@ -1,4 +1,4 @@
-"""A run that makes no progress is ended, and what is said of it."""
+"""A run without progress is ended, with a message."""
 
 from __future__ import annotations
 

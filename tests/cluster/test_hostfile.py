@@ -1,4 +1,4 @@
-"""Hostfiles: what is accepted, and what is said of the rest."""
+"""Hostfiles: what is accepted, and the errors for the rest."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_host_and_no_file(tmp_path: Path) -> None:
 
 
 def _calls(count: int) -> int:
-    """Return how many functions are called to read and to choose from ``count`` hosts."""
+    """Return the number of function calls to read and select from ``count`` hosts."""
     text = "".join(f"node{n} slots=8\n" for n in range(count))
     exclude = "@".join(f"node{n}:0-3" for n in range(0, count, 2))
     calls = 0

@@ -1,4 +1,4 @@
-"""The door of nodes that come by themselves."""
+"""The server that nodes without ssh connect to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_S, WORD = 20.0, "0123456789abcdef"
 
 
 class House:
-    """A door with two nodes behind it, and who knocks at it."""
+    """A server that expects two nodes, and the nodes that connect to it."""
 
     def __init__(self) -> None:
         self.port = free_port()

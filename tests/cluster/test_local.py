@@ -1,4 +1,4 @@
-"""One dead rank ends the run, and nothing of a run outlives it."""
+"""One dead rank ends the run, and no process of a run outlives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who trains together, decided without any process."""
+"""Membership of replicas, decided without processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ HERE = ("127.0.0.1", 1)
 
 
 class Table:
-    """A membership with ranks that ask, and what they were told since."""
+    """A membership with ranks that request epochs, and the replies they got."""
 
     def __init__(self, replicas: int = 3, ranks: int = 2) -> None:
         self.membership, self.ranks, self.now = (
@@ -39,7 +39,7 @@ class Table:
         self.tell()
 
     def epoch(self, replica: int) -> Message | None:
-        """What both ranks were told, if it is an epoch, the same for both."""
+        """Return the reply to both ranks, if it is the same epoch for both."""
         first, *others = (self.told.get((replica, rank), []) for rank in range(self.ranks))
         assert all(other == first for other in others)
         return next((message for message in first if message["is"] == "epoch"), None)

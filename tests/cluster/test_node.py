@@ -1,4 +1,4 @@
-"""What the front end says of an agent that has ended."""
+"""The front end's report on an agent that has ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sys.exit(3)
 
 
 def test_what_an_agent_says_last_is_heard_with_its_end() -> None:
-    """Both may come in one read; that the command has ended says less."""
+    """Both may arrive in one read; the end of the command is less informative."""
     node = Node(Host("w0", (0,)), 0, [sys.executable, "-c", PROBLEM])
     node.connect({})
     assert node._process is not None and node._process.wait(timeout=60) == 3

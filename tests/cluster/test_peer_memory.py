@@ -1,4 +1,4 @@
-"""`checkpoint.peer_memory`: after a restart a recipe goes on from the memory of its nodes."""
+"""`checkpoint.peer_memory`: after a restart a recipe resumes from the memory of its nodes."""
 
 from __future__ import annotations
 

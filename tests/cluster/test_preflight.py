@@ -1,4 +1,4 @@
-"""One table of everything that is wrong with the nodes."""
+"""One table of all problems of the nodes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_devices_and_slots() -> None:
 
 
 def walled(count: int, *walls: tuple[int, int]) -> list[Node]:
-    """Nodes that have tried one another as they do; `walls` are pairs (who, whom) that failed."""
+    """Return nodes that have tried to connect to each other; `walls` are pairs (source, target) that failed."""
     found = nodes(*[{} for _ in range(count)])
     for here, node in enumerate(found):
         for other in partners(node, found, found[0]):

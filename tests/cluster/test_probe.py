@@ -1,4 +1,4 @@
-"""Ports that nodes open for one another, and what a try to reach them finds."""
+"""Ports that nodes open for each other, and the results of connecting to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def found(*targets: dict[str, object]) -> list[dict[str, object]]:
 
 
 def takes(port: int) -> bool:
-    """Without SO_REUSEADDR, as a script of a user would take MASTER_PORT."""
+    """Bind without SO_REUSEADDR, as a user's script would bind MASTER_PORT."""
     with socket.socket() as taken:
         try:
             taken.bind((HERE, port))

@@ -1,4 +1,4 @@
-"""The end of a tree of processes, whatever dies in it at that moment."""
+"""Ending a process tree, whatever dies in it meanwhile."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A real Ray cluster of three raylets on pretend machines: nodes come from a placement group, without ssh.
+"""A real Ray cluster of three raylets on simulated machines: nodes come from a placement group, without ssh.
 
-Runs where Ray is installed: `pip install -e ".[ray]"`.
+Requires Ray: `pip install -e ".[ray]"`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def start_ray(hosts: Hosts, name: str, *flags: str) -> None:
 
 
 def free(hosts: Hosts) -> float:
-    """The cores of the cluster that no job has."""
+    """Return the unallocated cores of the cluster."""
     code = "import ray; ray.init('auto', log_to_driver=False); print('free', ray.available_resources().get('CPU', 0))"
     command = [sys.executable, str(SCRIPT), "exec", "head", "--", sys.executable, "-c", code]
     told = subprocess.run(command, env=hosts.env, capture_output=True, text=True, timeout=60).stdout

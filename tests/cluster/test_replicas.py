@@ -1,4 +1,4 @@
-"""Replicas that train together, and go on without one that dies (`fault_tolerance`)."""
+"""Replicas that train together, and continue when one of them dies (`fault_tolerance`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEVER = STEPS
 
 
 def truth(last_of_all: int) -> list[list[float]]:
-    """What one process makes of it: three batches a step up to `last_of_all`, then those of the survivors."""
+    """Return the result of one process: three batches per step up to `last_of_all`, then those of the survivors."""
     torch.manual_seed(0)
     model = Small()
     found: list[list[float]] = []
@@ -53,7 +53,7 @@ def truth(last_of_all: int) -> list[list[float]]:
 
 
 def test_wherever_a_replica_dies_the_others_make_the_same_step() -> None:
-    """It is made with what the victim gave where all have it, and one has used it; else without."""
+    """The step includes the victim's gradients if all have them and one has used them; otherwise it excludes them."""
     places = ("before", "between", "one", "two")
     done = subprocess.run(
         [sys.executable, "-m", "tests.cluster.replica_steps", *places],
@@ -70,7 +70,7 @@ def test_wherever_a_replica_dies_the_others_make_the_same_step() -> None:
 
 @pytest.mark.key("fault_tolerance", "fault_tolerance.replicas")
 def test_a_run_whose_ranks_are_killed(tmp_path: Path) -> None:
-    """Two replicas of one rank; the one that leads is killed."""
+    """Two replicas of one rank; the leader is killed."""
     run = (*prepare(tmp_path, 2), "--save-every", "1000")
     whole = launch(
         "--num_gpus",

@@ -1,4 +1,4 @@
-"""`--max_restarts`: a run that failed is started again on all nodes, with one number of attempts."""
+"""`--max_restarts`: a failed run is restarted on all nodes, with a single attempt count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RunMirror`: the files of a run on other hosts. Here `ssh` is a script that answers at once, for good or ill."""
+"""`RunMirror`: the files of a run on other hosts. Here `ssh` is a script that succeeds or fails at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ esac
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a run, and an `ssh` that reaches it by every other name than some."""
+    """Return the directory of a run, and an `ssh` that reaches it under every host name except some."""
     (tmp_path / "bin").mkdir()
     ssh = tmp_path / "bin" / "ssh"
     ssh.write_text(SSH)

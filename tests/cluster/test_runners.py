@@ -1,4 +1,4 @@
-"""Every runner that is installed here starts and ends a run on two machines."""
+"""Every installed runner starts and ends a run on two machines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"
 
 
 def environment_of(runner: str, directory: Path) -> dict[str, str]:
-    """What a launch with `runner` needs: that `mpirun` is the one of its kind."""
+    """Return the environment for `runner`: `mpirun` must be the right implementation."""
     if runner not in PROGRAMS or runner == "pdsh":
         return {}
     (directory / "bin").mkdir()

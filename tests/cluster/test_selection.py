@@ -1,4 +1,4 @@
-"""Filters of hosts and slots, and masks of devices."""
+"""Filters of hosts and slots, and device masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node that is slow: named, and where the user wants it, left by a restart; plain processes are the nodes."""
+"""A slow node is reported, and excluded by a restart if the user wants it. The nodes are plain processes."""
 
 from __future__ import annotations
 

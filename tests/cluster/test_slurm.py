@@ -1,4 +1,4 @@
-"""Inside an allocation of a real Slurm on pretend machines: agents are steps of the job, without ssh."""
+"""Inside an allocation of a real Slurm on simulated machines: agents are job steps, without ssh."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def left(hosts: Hosts, name: str) -> list[str]:
 
 
 def start_now(hosts: Hosts, job: str) -> None:
-    """Have a job that is queued again start at once; Slurm would wait for two minutes.
+    """Start a requeued job at once; Slurm would wait for two minutes.
 
-    Not before the last process of its first time has ended: Slurm takes what that one says at its end for the end of
-    the second time.
+    Wait until the last process of its first run has ended: otherwise Slurm takes that process's final report for the
+    end of the second run.
     """
 
     def waits() -> bool:
@@ -122,7 +122,7 @@ def test_submit_runs_the_same_command_in_a_job(slurm: Hosts, tmp_path: Path) -> 
 
 
 def test_a_job_that_is_queued_again_says_so_to_its_ranks(slurm: Hosts, tmp_path: Path) -> None:
-    """`SLURM_RESTART_COUNT` has recipes go on from the newest checkpoint (`run.py`)."""
+    """With `SLURM_RESTART_COUNT`, recipes resume from the newest checkpoint (`run.py`)."""
     (tmp_path / "script.py").write_text(
         "import os, time; again = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
         "open(f'rank{os.environ[\"RANK\"]}-{again}', 'w').close(); time.sleep(0 if int(again) else 99)\n"
@@ -142,7 +142,7 @@ def test_a_job_that_is_queued_again_says_so_to_its_ranks(slurm: Hosts, tmp_path:
 
 
 def test_a_job_whose_time_is_up_saves_and_queues_itself_again(slurm: Hosts, tmp_path: Path) -> None:
-    """Slurm's notice, a minute before the end, is sent here by hand; what scancel sends ends the job for good."""
+    """Slurm's signal, a minute before the limit, is sent manually here. scancel's signal ends the job for good."""
     arguments = (*prepare(tmp_path), "--max-steps", "1000000", "--output-dir", "out")
     flags = ("--submit=--parsable", "--num_nodes", "2", "--num_gpus", "1", *arguments)
     job = slurm.launch(tmp_path, *flags).out.split()[-1]

@@ -1,4 +1,4 @@
-"""`--sync`: what is shipped, that nothing is sent twice, and that ranks run the copy."""
+"""`--sync`: which files are sent, that nothing is sent twice, and that ranks run the copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(os.environ["RANK"], helper.VALUE, Path.cwd() == here.parent, here, Path("d
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A git work tree with a script, a module, and something that git ignores."""
+    """Create a git work tree with a script, a module, and an ignored file."""
     root = tmp_path / "project"
     root.mkdir()
     (root / "script.py").write_text(TELLS)
@@ -41,7 +41,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def deliver(package: SyncManifest, root: Path) -> tuple[SyncedCopy, list[str]]:
-    """Everything that a control stream would do; what had to be sent."""
+    """Do what a control stream does; return the sent data."""
     store = SyncedCopy(package.manifest(), root)
     missing = store.missing()
     for piece in package.pieces(missing):

@@ -1,4 +1,4 @@
-"""A live terminal line as it should stand in a log."""
+"""Live terminal output as it should appear in a log."""
 
 from __future__ import annotations
 

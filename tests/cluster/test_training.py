@@ -1,4 +1,4 @@
-"""Training on two machines is the training of one process."""
+"""Training on two machines matches training in one process."""
 
 from __future__ import annotations
 

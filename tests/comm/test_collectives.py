@@ -1,4 +1,4 @@
-"""Every collective gives what its definition says: in parts, in place, in a wider dtype, whichever way bytes go."""
+"""Every collective matches its definition: in parts, in place, in a wider dtype, over every transport."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parts_of(size: int, cuts: int) -> list[slice]:
 
 
 def values(rank: int, numel: int) -> Tensor:
-    """Any numbers, other ones on every rank."""
+    """Return arbitrary numbers that differ by rank."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
@@ -105,7 +105,7 @@ def test_reduce_scatter(
     accumulate: bool,
     wire: torch.dtype,
 ) -> None:
-    """The sum is taken in rank order, in the dtype of the result: the very same bits as here."""
+    """The sum is taken in rank order, in the dtype of the result, so it is bit-identical to the sum here."""
     want = torch.ones(world * size) if accumulate else torch.zeros(world * size)
     for rank in range(world):
         want = want + values(rank, world * size).to(wire).float()
@@ -137,7 +137,7 @@ def test_all_reduce_and_broadcast(pool: WorkerPool, world: int, size: int, way: 
 
 
 def exchange(ctx: RankContext, size: int, way: str) -> tuple[list[Tensor], int]:
-    """Two exchanges that are in flight together. Rank 1 sends nothing to rank 2, whom nobody needs to wait for."""
+    """Run two exchanges in flight at once. Rank 1 sends nothing to rank 2, so no one waits for that."""
     axis = axis_of(way)
     outgoing = [_message(ctx.rank, rank, size) for rank in range(ctx.world)]
     incoming = [torch.full_like(_message(rank, ctx.rank, size), -1) for rank in range(ctx.world)]
@@ -155,7 +155,7 @@ def exchange(ctx: RankContext, size: int, way: str) -> tuple[list[Tensor], int]:
 
 
 def _message(source: int, target: int, size: int) -> Tensor:
-    """Of another length for each pair."""
+    """Return a message whose length differs for each pair."""
     numel = 0 if (source, target) == (1, 2) else size * (source + 2 * target) // 4
     return values(10 * source + target, numel)
 
@@ -196,7 +196,7 @@ def test_gathers_and_reductions_may_cross(pool: WorkerPool, world: int, size: in
 
 
 def many(ctx: RankContext, size: int) -> bool:
-    """Buffers that are changed as soon as the result is waited for, and are used again at once."""
+    """Modify and reuse buffers as soon as the result was waited for."""
     axis = axis_of("")
     full, good = torch.zeros(ctx.world * size), True
     for turn in range(30):
@@ -236,7 +236,7 @@ def recorded(ctx: RankContext) -> list[tuple[str, str, int, int]]:
 
 
 def test_records(pool: WorkerPool) -> None:
-    """Bytes sent are (N - 1) / N of the buffer, twice that for an all-reduce."""
+    """The bytes sent are (N - 1) / N of the buffer, twice that for an all-reduce."""
     whole, once = 4 * 96, 3 * 96 * 4
     assert pool.run(recorded, 4) == 4 * [
         [

@@ -1,4 +1,4 @@
-"""Process groups of lines of the mesh: their ranks, their timeout, and none that all ranks would have to make."""
+"""Process groups of mesh axes: their ranks and timeouts; creating one does not involve all ranks."""
 
 from __future__ import annotations
 

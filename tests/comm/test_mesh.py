@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def coordinates(ctx: RankContext, degrees: dict[str, int]) -> dict[str, tuple[int, int, list[int]]]:
-    """(degree, rank on the axis, global ranks of its group) of every axis with more than one rank."""
+    """Return (degree, rank on the axis, global ranks of its group) of every axis with more than one rank."""
     mesh = Mesh.build(CPU, **degrees)
     assert set(mesh.axes) == set(AXES)
     live = {name: axis for name, axis in mesh.axes.items() if axis.degree > 1}

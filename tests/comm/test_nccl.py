@@ -1,4 +1,4 @@
-"""The calls that GPU ranks make to torch.distributed (`nccl.py`), on CPUs: gloo answers them as NCCL would."""
+"""The torch.distributed calls of GPU ranks (`nccl.py`), run on CPUs: gloo replaces NCCL."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def axis() -> Axis:
 
 
 def own(rank: int, numel: int) -> Tensor:
-    """Whole numbers: every order of a sum gives the same."""
+    """Return integers, so that a sum is the same in every order."""
     return torch.arange(numel, dtype=torch.float32) * (rank + 1) % 13
 
 

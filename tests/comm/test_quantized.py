@@ -1,4 +1,4 @@
-"""Blocks of small integers: the error has its bound, the bytes are as said, and nothing non-finite is lost."""
+"""Blockwise quantization: bounded error, expected bytes, and non-finite values are preserved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def there_and_back(values: Tensor, bits: int) -> Tensor:
 
 
 def scales(values: Tensor, bits: int) -> Tensor:
-    """Of each value: its block's largest magnitude over the largest code."""
+    """Return the scale of each value: its block's largest magnitude divided by the largest code."""
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     most = blocks.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     return most.expand_as(blocks).reshape(-1)[: values.numel()]
@@ -92,7 +92,10 @@ def collect(ctx: RankContext, size: int) -> tuple[Tensor, Tensor, Tensor, list[i
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("size", [999, 8 << 15])
 def test_collectives(pool: WorkerPool, world: int, size: int) -> None:
-    """All ranks have the same, however the bytes go; a sum is off by at most half a scale for each term but its own."""
+    """All ranks get the same result over every transport.
+
+    A sum is off by at most half a scale per term except its own.
+    """
     ranks = pool.run(collect, world, size)
     for rank, (full, out, got, sent) in enumerate(ranks):
         assert torch.equal(full, torch.cat([there_and_back(values_of(r, size), 8) for r in range(world)]))

@@ -1,4 +1,4 @@
-"""What ranks of one machine read from each other: right in any order of waiting, with any number under way."""
+"""Ranks of one machine read each other's memory: correct in any order of waiting, with any number in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TURNS = 240
 
 @pytest.fixture(autouse=True)
 def readable(pool: WorkerPool) -> None:
-    """A sandbox may forbid processes to read each other: then there is nothing of this to test."""
+    """Skip if a sandbox forbids processes to read each other."""
     transport = pool.run(transport_of, 2)[0]
     if transport != "reading each other's memory":
         pytest.skip(transport)
@@ -42,7 +42,7 @@ def own(rank: int, turn: int, size: int) -> Tensor:
 
 
 def start(axis: Axis, turn: int, size: int) -> tuple[Pending, Callable[[], bool]]:
-    """A collective, and whether it gave what it should."""
+    """Start a collective, and return a check of its result."""
     world = axis.degree
     if turn % 3 == 0:
         full = torch.zeros(world * size)
@@ -60,7 +60,7 @@ def start(axis: Axis, turn: int, size: int) -> tuple[Pending, Callable[[], bool]
 
 
 def any_order(ctx: RankContext, most: int) -> bool:
-    """Every rank starts the same, and waits in an order of its own, with many under way."""
+    """Start the same collectives on all ranks, and wait in different orders with many in flight."""
     axis, sizes, waits = Mesh.build(torch.device("cpu")).dp, random.Random(0), random.Random(ctx.rank)
     under_way: list[tuple[Pending, Callable[[], bool]]] = []
     good = True
@@ -80,12 +80,12 @@ def any_order(ctx: RankContext, most: int) -> bool:
 @pytest.mark.parametrize("most", [8, 2 * SLOTS])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_any_order_and_more_than_there_are_slots(pool: WorkerPool, world: int, most: int) -> None:
-    """Bit-identical: sums are taken in the order of ranks, on every rank."""
+    """Results are bit-identical: every rank sums in rank order."""
     assert pool.run(any_order, world, most) == [True] * world
 
 
 def correspondence(ctx: RankContext, size: int) -> bool:
-    """Both send more than the slots hold, then read what came."""
+    """Both ranks send more than the slots hold, then receive."""
     axis, peer = Mesh.build(torch.device("cpu")).dp, 1 - ctx.rank
     first, letters = P2PChannel(axis), P2PChannel(axis)
     early = first.send(
@@ -120,7 +120,7 @@ time.sleep(600)
 
 
 def test_a_killed_peer_ends_the_wait_and_is_named() -> None:
-    """Even while nobody has reaped it; what it had sent arrives."""
+    """This holds even before the peer is reaped; data that it had sent arrives."""
     mine = ShmQueue(0, 2)
     command = [sys.executable, "-c", DYING, str(os.getpid()), str(mine.address.descriptor)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:

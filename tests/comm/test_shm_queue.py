@@ -1,4 +1,4 @@
-"""Messages between processes: each to the one who waits for it, and none from the dead."""
+"""Messages between processes: each reaches its receiver, and none comes from dead processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.errors import LauncherError
 
 @pytest.fixture
 def boxes() -> list[ShmQueue]:
-    """Two ranks, in one process."""
+    """Yield two ranks in one process."""
     both = [ShmQueue(0, 2), ShmQueue(1, 2)]
     for box in both:
         box.connect([b.address for b in both])

@@ -1,4 +1,4 @@
-"""Ranks that mpirun and srun started: what they take from the environment."""
+"""Ranks started by mpirun and srun: what they read from the environment."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ NOWHERE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Without a launcher; what is set meanwhile goes."""
+    """Run without a launcher, and remove variables that are set meanwhile."""
     for name in NOWHERE:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

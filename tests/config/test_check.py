@@ -13,7 +13,7 @@ from launcher.errors import ConfigError
 
 
 def refused(source: Any, **kwargs: Any) -> dict[str, str]:
-    """Path -> what is wrong and how to mend it."""
+    """Return path -> the error and its fix."""
     with pytest.raises(ConfigProblems) as caught:
         load(source, **kwargs)
     return {dotted(problem.path): f"{problem.what} | {problem.fix}" for problem in caught.value.problems}

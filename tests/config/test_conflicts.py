@@ -1,4 +1,4 @@
-"""Rules on several keys: their keys are there, and they are asked when all of them are known."""
+"""Rules across several keys: their keys exist, and they are checked once all of them are known."""
 
 from __future__ import annotations
 

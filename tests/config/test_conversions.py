@@ -1,4 +1,4 @@
-"""Obsolete JSON is rewritten, each change is told under what was written, and nothing else changes."""
+"""Obsolete JSON is converted, each change is reported under the original key, and nothing else changes."""
 
 from typing import Any
 

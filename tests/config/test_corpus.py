@@ -1,7 +1,7 @@
-"""Real configurations of other projects: each is accepted, converted or refused, as somebody who read it expects.
+"""Real configurations of other projects: each is accepted, converted or refused, as determined by hand.
 
-`corpus.tsv` holds, by file name, the verdict and the keys that were converted or refused. The files are other people's;
-the directory that has them is named by LAUNCHER_CONFIG_CORPUS.
+`corpus.tsv` lists, by file name, the verdict and the keys that were converted or refused. The files belong to other
+projects; LAUNCHER_CONFIG_CORPUS is their directory.
 """
 
 import csv

@@ -20,7 +20,7 @@ METRIC = f"{LEARNING}.curriculum_metrics.seqlen"
 
 
 def both_names(keys: Iterable[str]) -> list[str]:
-    """Paths of keys of the metric, as they are here and as DeepSpeed documents them, for any metric."""
+    """Return the paths of a metric's keys, as used here and as documented by DeepSpeed, for any metric."""
     return [f"{LEARNING}.curriculum_metrics.{name}.{key}" for key in keys for name in ("seqlen", "*")]
 
 

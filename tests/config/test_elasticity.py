@@ -1,4 +1,4 @@
-"""`elasticity`: the batch size, the numbers of ranks, and the batch keys that follow."""
+"""`elasticity`: the batch size, the world sizes, and the resulting batch keys."""
 
 from __future__ import annotations
 

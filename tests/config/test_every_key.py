@@ -1,6 +1,6 @@
-"""Every key of DeepSpeed 0.19.8 has a verdict, and every key that is implemented a test that shows its effect.
+"""Every key of DeepSpeed 0.19.8 has a verdict, and every implemented key has a test that shows its effect.
 
-`keys.tsv` lists the keys: dotted path, how much users need it, and what DeepSpeed itself does with it.
+`keys.tsv` lists the keys: dotted path, importance to users, and what DeepSpeed itself does with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONVERTED = {path.partition(":")[0] for path, _ in converted_paths()}
 
 
 def without_effect(cls: type[Section], prefix: str = "") -> Iterator[str]:
-    """Dotted path of every key that is taken and does nothing."""
+    """Yield the dotted path of every key that is accepted without effect."""
     yield from (prefix + key for key in cls.without_effect)
     for key in cls.model_fields:
         for member in cls.sections_of(key):
@@ -34,7 +34,7 @@ WITHOUT_EFFECT = set(without_effect(Config))
 
 
 def verdict(path: str) -> str:
-    """One of implemented, without effect, converted and refused."""
+    """Return one of implemented, without effect, converted and refused."""
     if path in WITHOUT_EFFECT:
         return "without effect"
     if path in IMPLEMENTED:
@@ -50,7 +50,7 @@ def test_every_key_has_a_verdict() -> None:
 
 
 def marks_of(function: Any) -> Iterator[Any]:
-    """The marks of a test function, those of its parameters included."""
+    """Return the marks of a test function, including those of its parameters."""
     for mark in getattr(function, "pytestmark", []):
         yield mark
         if mark.name == "parametrize":
@@ -59,7 +59,7 @@ def marks_of(function: Any) -> Iterator[Any]:
 
 
 def marked() -> Iterator[str]:
-    """Keys named by `pytest.mark.key(...)` anywhere in the tests."""
+    """Return the keys in all `pytest.mark.key(...)` of the tests."""
     root = HERE.parents[1]
     for file in (HERE.parent).rglob("test_*.py"):
         if file != Path(__file__) and "mark.key(" in file.read_text():
@@ -79,7 +79,7 @@ def test_markers_name_keys_that_exist() -> None:
 
 
 def is_shown(path: str) -> bool:
-    """Named itself, or as a member of a section that is named with `.*`."""
+    """Return whether a key is marked, itself or as a member of a section marked with `.*`."""
     parts = path.split(".")
     return path in SHOWN or any(".".join([*parts[:end], "*"]) in SHOWN for end in range(1, len(parts)))
 

@@ -15,7 +15,7 @@ def nodes(known: Known, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...
 
 
 def written(path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """The config with one key, its sections switched on."""
+    """Return the config with one key, with its sections enabled."""
     known, sections = known_keys(), []
     for key in path[:-1]:
         known = known.child(key) or Known()
@@ -29,7 +29,7 @@ def written(path: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 
 def switched_on(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """With the implemented sections around the key on, too."""
+    """Return the config with the implemented sections around the key enabled as well."""
     inside, cls = tree, Config
     for key in path[:-1]:
         if key not in cls.member_sections():

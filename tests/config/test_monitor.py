@@ -1,4 +1,4 @@
-"""What is said about the sections that watch a run."""
+"""Messages about the sections that monitor a run."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_own_types_have_deepspeeds_defaults() -> None:
 
 
 def written(kind: str, **params: object) -> dict[str, object]:
-    """The params that are numbers or have another value than the key's default."""
+    """Return the params that are numbers or differ from the key's default."""
     everything = built(kind, **params).to_dict()["params"]
     switches = {"set_grad_none", "fp32_optimizer_states", "torch_adam", "adam_w_mode"}
     return {key: value for key, value in everything.items() if key not in switches}

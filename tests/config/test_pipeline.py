@@ -1,4 +1,4 @@
-"""`pipeline`: the degree, how layers are dealt out, schedules, and what cannot stand beside it."""
+"""`pipeline`: the degree, the partition of layers, schedules, and conflicting keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pipeline(**written: Any) -> Config:
 
 
 def problems(tree: dict[str, Any]) -> dict[str, str]:
-    """Dotted key -> what is wrong and what to write."""
+    """Return dotted key -> the error and the fix."""
     with pytest.raises(ConfigProblems) as caught:
         load(tree)
     return {

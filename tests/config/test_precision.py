@@ -1,4 +1,4 @@
-"""What `fp16`, `bf16`, `torch_autocast` and `data_types` refuse, and what they remark."""
+"""Errors and notes for `fp16`, `bf16`, `torch_autocast` and `data_types`."""
 
 from __future__ import annotations
 

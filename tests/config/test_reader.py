@@ -82,7 +82,7 @@ def test_syntax_errors_name_the_place(text: str, where: str, what: str) -> None:
 
 
 def test_hjson_is_read_as_deepspeed_reads_it() -> None:
-    """The package `hjson` gives the same tree."""
+    """The package `hjson` returns the same tree."""
     text = """# no braces around it
 zero_optimization: {
   stage: 2  // a number may have a comment after it
@@ -127,7 +127,7 @@ wandb: {
 
 
 def test_a_text_without_quotes_that_takes_in_too_much_is_a_problem() -> None:
-    """Hjson would read `AdamW,` and `/nvme # the fast disk`; nobody means that."""
+    """Hjson would read `AdamW,` and `/nvme # the fast disk`, which is never intended."""
     text = "{optimizer: {type: AdamW,\n params: {}},\n wandb: {team: a # b\n group: None\n}}"
     with pytest.raises(ConfigProblems) as caught:
         load(text, where="f")

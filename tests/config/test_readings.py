@@ -1,4 +1,4 @@
-"""Values are read as people mean them: where DeepSpeed's own checks take a number in quotes or 1 for true, so do we."""
+"""Values are read as intended: if DeepSpeed accepts a quoted number or 1 for true, so do we."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_numbers_inside_of_lists() -> None:
 
 @pytest.mark.parametrize("off", ["false", 0, "0", "off"])
 def test_a_switch_that_is_off_in_whatever_way(off: Any) -> None:
-    """Sections that are not implemented, and the old ones that are rewritten, ask for nothing."""
+    """Disabled sections that are not implemented, or that are converted, have no effect."""
     for section in ("hybrid_engine", "autotuning", "progressive_layer_drop", "amp", "curriculum_learning"):
         assert load({section: {"enabled": off}}) == load({}), section
     for key in ("quantize_training", "graph_harvesting"):

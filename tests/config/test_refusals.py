@@ -1,4 +1,4 @@
-"""Sections of DeepSpeed's that stay refused: each says in one sentence what to do instead."""
+"""DeepSpeed sections that stay refused: each error says in one sentence what to do instead."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_no_auto_is_left() -> None:
 
 
 def test_a_zero_is_an_answer() -> None:
-    """transformers gives 0 where a run has no warm-up; the default of the key is 1000."""
+    """transformers passes 0 for a run without warm-up; the key's default is 1000."""
     section = {"type": "WarmupLR", "params": {"warmup_num_steps": AUTO, "warmup_min_lr": AUTO}}
     zeros = {"scheduler.params.warmup_num_steps": 0, "scheduler.params.warmup_min_lr": 0}
     config = load({"scheduler": section, "train_batch_size": 2}).resolve(dp_degree=1, auto=zeros)

@@ -1,4 +1,4 @@
-"""Keys at the top level that are not DeepSpeed's: a script's own are told once, what was meant for us is refused."""
+"""Top-level keys that are not DeepSpeed's: a script's own keys are reported once, typos of known keys are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tensor_parallel`: the degree and its other places, own rules, and what cannot stand beside it."""
+"""`tensor_parallel`: the degree and its alternative keys, custom rules, and conflicting keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tensor(**written: Any) -> Config:
 
 
 def problems(tree: dict[str, Any]) -> dict[str, str]:
-    """Dotted key -> what is wrong and what to write."""
+    """Return dotted key -> the error and the fix."""
     with pytest.raises(ConfigProblems) as caught:
         load(tree)
     return {
@@ -31,7 +31,7 @@ def problems(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def wrong(**written: Any) -> str:
-    """The one thing that is wrong with a tensor_parallel section."""
+    """Return the only error of a tensor_parallel section."""
     (what,) = problems({KEY: written}).values()
     return what
 

@@ -1,4 +1,4 @@
-"""A one-edit typo of any key, at any depth, is an error that names the key that was meant."""
+"""A one-edit typo of any key, at any depth, is an error that suggests the intended key."""
 
 import random
 from typing import Any
@@ -24,7 +24,7 @@ def typo(key: str, edit: str, at: int, letter: str) -> str:
 
 
 def written(path: str, misspelt: str) -> dict[str, Any]:
-    """A config with one key misspelt, and what its section needs to be read."""
+    """Return a config with one misspelt key, and the other keys that its section requires."""
     *sections, _ = path.split(".")
     tree: dict[str, Any] = {misspelt: 1}
     for section in reversed(sections):
@@ -42,7 +42,7 @@ def written(path: str, misspelt: str) -> dict[str, Any]:
 
 
 def outcome(path: str, misspelt: str) -> str | None:
-    """The suggested path; None if the misspelt key happens to be another valid key."""
+    """Return the suggested path; None if the misspelt key is another valid key."""
     *sections, _ = path.split(".")
     wrong = ".".join([*sections, misspelt]).replace("[]", "[0]")
     siblings = {f"stage3_{misspelt}", misspelt}

@@ -1,4 +1,4 @@
-"""Configurations in the ways in which people write them: what becomes of each, and of each with a typo in it."""
+"""Hand-written configurations: the result for each, and for each with a typo."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def misspelt(name: str, path: KeyPath, wrong: str) -> dict[str, Any]:
 
 
 def is_a_key(path: KeyPath, wrong: str) -> bool:
-    """Whether the misspelt key happens to be another valid one."""
+    """Return whether the misspelt key is another valid key."""
     names = (wrong, f"stage3_{wrong}")
     siblings = {dotted((*path[:-1], name)) for name in names}
     return not siblings.isdisjoint(VALID) or is_comment(wrong, "")

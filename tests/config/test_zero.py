@@ -70,7 +70,7 @@ def test_offload_needs_a_stage_and_a_place() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, "auto"])
 def test_offloaded_parameters_are_told_to_have_no_effect_below_stage_3(stage: Any) -> None:
-    """accelerate writes the section at every stage, and DeepSpeed passes over it."""
+    """accelerate writes the section at every stage, and DeepSpeed ignores it."""
     zero = load({"zero_optimization": {"stage": stage, "offload_param": {"device": "cpu"}}})
     told = [str(note) for note in zero.notes if "offload_param" in str(note)]
     assert told == (
@@ -84,7 +84,7 @@ def test_offloaded_parameters_are_told_to_have_no_effect_below_stage_3(stage: An
 @pytest.mark.key("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload")
 @pytest.mark.key("zero_optimization.offload_optimizer.cpuadam_cores_perc")
 def test_faster_offloads_of_deepspeeds_are_read_and_told() -> None:
-    """The files of DeepSpeed's examples for ZenFlow and SuperOffload."""
+    """Uses the files of DeepSpeed's examples for ZenFlow and SuperOffload."""
     offload = {"device": "cpu", "pin_memory": True}
     zenflow = {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": True}
     config = load({"zero_optimization": {"stage": 2, "offload_optimizer": offload, "zenflow": zenflow}})
@@ -109,7 +109,7 @@ def test_keys_without_effect_are_said_to_have_none() -> None:
 @pytest.mark.key("zero_optimization")
 @pytest.mark.parametrize("section", [3, [2]])
 def test_the_section_is_an_object(section: object) -> None:
-    """Null and false are stage 0, true is the old form of stage 1."""
+    """Null and false mean stage 0; true is the old form of stage 1."""
     with pytest.raises(
         ConfigProblems, match=r'must be an object.*\n.*write "zero_optimization": \{"stage": [0-3]\}'
     ):

@@ -1,4 +1,4 @@
-"""A directory built once: by one of many processes, and never seen half done."""
+"""A cache directory is built once, by one of many processes, and never seen incomplete."""
 
 from __future__ import annotations
 

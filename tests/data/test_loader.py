@@ -1,4 +1,4 @@
-"""The global batch: the same on every topology, dealt out in shares, resumable anywhere."""
+"""The global batch is the same on every topology, is split over ranks, and can be resumed anywhere."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ids(batches: list[Batch]) -> list[int]:
 def global_batches(
     dp_degree: int, steps: int, state: dict[str, int] | None = None, **changes: Any
 ) -> list[list[int]]:
-    """For each step the sequences of all ranks in the order of the ranks."""
+    """Return the sequences of all ranks, in rank order, for each step."""
     ranks = [loader(rank, dp_degree, **changes) for rank in range(dp_degree)]
     for rank in ranks:
         if state is not None:

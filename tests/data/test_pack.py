@@ -1,4 +1,4 @@
-"""Packed rows: exactly the stream of tokens, built once, never torn."""
+"""Packed rows are exactly the token stream, are built once, and are never incomplete."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_cache_directory_comes_from_the_environment(
 
 
 def pack_on_rank(ctx: RankContext, cache: Path) -> tuple[list[list[int]], int]:
-    """Rows as this rank sees them, and how many times it built them."""
+    """Return the rows on this rank, and how many times it built them."""
     built: list[int] = []
     write = pack_module._write
 

@@ -1,4 +1,4 @@
-"""Instruction data: what is learned, what is masked, padded and packed rows."""
+"""Instruction data: which tokens the loss covers, masking, padded and packed rows."""
 
 from __future__ import annotations
 

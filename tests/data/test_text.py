@@ -1,4 +1,4 @@
-"""What `--dataset` accepts, and the part held out for evaluation."""
+"""What `--dataset` accepts, and the evaluation split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Byte-level and trained tokenizers: exact round trip, fixed ids, files that load again."""
+"""Byte-level and trained tokenizers: exact round trip, fixed ids, and files that load again."""
 
 from __future__ import annotations
 

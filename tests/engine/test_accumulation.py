@@ -1,4 +1,4 @@
-"""Microbatches: where a step is taken, what is counted, and whole batches at a time."""
+"""Microbatches: accumulation boundaries, counters, and whole batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Counts = list[tuple[int, int, int, bool]]
 
 
 def counted(ctx: RankContext, stage: int, explicit: bool) -> tuple[list[float], dict[str, Tensor], Counts]:
-    """Two microbatches a step; after each: micro_steps, global_steps, global_samples, applied."""
+    """Run two microbatches per step; return micro_steps, global_steps, global_samples and applied after each."""
     engine = engine_of(
         config_of(stage, 1 if explicit else 2, train_batch_size=ROWS // 2 if explicit else ROWS)
     )
@@ -59,7 +59,7 @@ def test_counters(pool: WorkerPool, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_explicit_boundaries_give_the_same_numbers(pool: WorkerPool, stage: int) -> None:
-    """The JSON says one microbatch a step; the caller takes two, and weights their losses."""
+    """The JSON sets one microbatch per step; the caller takes two, and weights their losses."""
     counting, explicit = (pool.run(counted, 2, stage, by_hand)[0] for by_hand in (False, True))
     assert explicit[0] == counting[0]
     for name, value in counting[1].items():
@@ -68,7 +68,7 @@ def test_explicit_boundaries_give_the_same_numbers(pool: WorkerPool, stage: int)
 
 
 def step_in_no_sync(ctx: RankContext, stage: int) -> tuple[list[float], list[float]]:
-    """Refused at a boundary, and nothing is counted; outside, the same step goes through."""
+    """A step at a boundary is refused and not counted; outside of no_sync() it succeeds."""
     engine = engine_of(config_of(stage, 2))
     first, second = microbatches(ctx, 0, 2)
     with engine.no_sync():
@@ -92,7 +92,7 @@ def test_step_inside_no_sync(pool: WorkerPool, stage: int) -> None:
 
 
 def scaled_by_hand(ctx: RankContext, stage: int, fp16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights after two steps with `engine.backward(loss)` and with `engine.scale(loss).backward()`, in turns."""
+    """Return the weights after two steps that alternate `engine.backward(loss)` and `engine.scale(loss).backward()`."""
     section = {"fp16": {"enabled": True, "loss_scale": 64}} if fp16 else {}
     plain, by_turns = engines = [engine_of(config_of(stage, 2, **section)) for _ in range(2)]
     for step in range(2):
@@ -120,8 +120,9 @@ def test_a_loss_that_the_engine_scales_has_a_backward_of_its_own(
 
 
 def coalesced(ctx: RankContext, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
-    """Weights after two steps of two backwards each, plain and in `coalesce_grad_reduction`; reductions of each
-    backward and of the end of the `with`."""
+    """Return the weights after two steps of two backwards each, with and without `coalesce_grad_reduction`, and the
+    reductions of each backward and of the end of the `with`.
+    """
     plain, engine = (engine_of(config_of(stage, 2)) for _ in range(2))
     advance(plain, ctx, range(2))
     reductions: list[int] = []
@@ -155,7 +156,7 @@ def test_gradients_of_several_backwards_are_reduced_together(pool: WorkerPool, s
 
 
 def weighted(ctx: RankContext, stage: int) -> list[float]:
-    """Microbatches of 1 and 3 rows, weighted by the caller."""
+    """Train microbatches of 1 and 3 rows, weighted by the caller."""
     engine = engine_of(config_of(stage, 2))
     losses = []
     for step in range(STEPS):
@@ -181,7 +182,7 @@ def test_losses_that_the_caller_weights(pool: WorkerPool, stage: int) -> None:
 
 
 def whole_batches(ctx: RankContext, stage: int) -> tuple[list[float], list[float], list[float]]:
-    """By train_batch, by hand, and eval_batch between the steps of the first."""
+    """Train with train_batch and with a manual loop, with eval_batch between the steps of the first."""
 
     def stream(steps: range, form: type) -> Iterator[Any]:
         for step in steps:
@@ -203,7 +204,7 @@ def whole_batches(ctx: RankContext, stage: int) -> tuple[list[float], list[float
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_whole_batches_are_the_loop(pool: WorkerPool, stage: int) -> None:
-    """The mean over microbatches and ranks, with and without gradients."""
+    """Compares the mean over microbatches and ranks, with and without gradients."""
     model, ranks = stack(), pool.run(whole_batches, 2, stage)
     adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
     want = []
@@ -216,7 +217,7 @@ def test_whole_batches_are_the_loop(pool: WorkerPool, stage: int) -> None:
 
 
 def ended_data(ctx: RankContext, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[int, int]]:
-    """Weights after a whole step, with and without a step before it whose data ended in its middle."""
+    """Return the weights after a full step, with and without a preceding step whose data ended in the middle."""
     weights = []
     for ends in (False, True):
         engine = engine_of(config_of(stage, 2))
@@ -230,14 +231,14 @@ def ended_data(ctx: RankContext, stage: int) -> tuple[dict[str, Tensor], dict[st
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_data_that_ends_within_a_step(pool: WorkerPool, stage: int) -> None:
-    """What was read of that step is left out of the next one."""
+    """The incomplete step's data is excluded from the next step."""
     for want, found, counts in pool.run(ended_data, 2, stage):
         assert all(torch.equal(want[name], found[name]) for name in want)
         assert counts == (1, 2)
 
 
 class Hooked(torch.nn.Module):
-    """A model around the model, as scripts put it into `engine.module`."""
+    """A wrapper that scripts assign to `engine.module`."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -306,20 +307,20 @@ def batches_of_other_kinds(ctx: RankContext) -> list[Any]:
         engine.eval_batch(iter([batch] * 2), compute_loss=False, reduce_output=None)[0].tolist()
         for batch in ((x, y), Pair(x, y))
     ]
-    with pytest.raises(ConfigError, match="4 numbers"):
+    with pytest.raises(ConfigError, match=r"a tensor of shape \(4,\) in place of a scalar loss"):
         engine.train_batch(iter([(x,)] * 2))
     return [losses, scores]
 
 
 def test_batches_of_other_kinds(pool: WorkerPool) -> None:
-    """A mapping that is no dict, as Hugging Face's collators give it; a named tuple; outputs that are no loss."""
+    """Covers a mapping that is no dict, as from Hugging Face's collators; a named tuple; outputs without a loss."""
     losses, scores = pool.run(batches_of_other_kinds, 1)[0]
     assert len(set(losses)) == 1
     assert scores[0] == scores[1]
 
 
 def dealt(ctx: RankContext, rows: int, batches: int) -> list[list[float]]:
-    """What train_batch takes out of a data set, by call: x of each row says which row it is."""
+    """Return the rows that train_batch reads from a data set, per call; x of each row is its index."""
     engine = engine_of(
         config_of(2, 2), Seeing(), training_data=[(torch.full((4,), float(i)), i) for i in range(rows)]
     )
@@ -342,7 +343,7 @@ class Seeing(torch.nn.Module):
 
 
 def test_a_data_set_is_dealt_out_anew_every_epoch(pool: WorkerPool) -> None:
-    """Sixteen rows, four a rank and batch: an epoch is two batches; every row comes once, in another order."""
+    """Sixteen rows, four per rank and batch: an epoch is two batches; every row occurs once, in a new order."""
     first, second = pool.run(dealt, 2, 16, 4)
     epochs = [[*first[i], *first[i + 1], *second[i], *second[i + 1]] for i in (0, 2)]
     for epoch in epochs:
@@ -378,7 +379,7 @@ def resize(ctx: RankContext, stage: int) -> tuple[list[float], list[tuple[int, i
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_set_train_batch_size(pool: WorkerPool, stage: int) -> None:
-    """Four rows in the first step, eight in the others."""
+    """The first step has four rows, the others eight."""
     losses, sizes = pool.run(resize, 2, stage)[0]
     model = stack()
     adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
@@ -394,7 +395,7 @@ def test_set_train_batch_size(pool: WorkerPool, stage: int) -> None:
 
 
 def save_in_the_middle(ctx: RankContext, stage: int, directory: Path) -> None:
-    """A checkpoint between boundaries has the last whole step; what was accumulated since is not in it."""
+    """A checkpoint between boundaries contains the last full step, without gradients accumulated since."""
     engine = engine_of(config_of(stage, 2))
     advance(engine, ctx, [0])
     engine.save_checkpoint(directory, "boundary")
@@ -415,7 +416,7 @@ def test_a_checkpoint_between_boundaries(pool: WorkerPool, stage: int, tmp_path:
 
 
 def by_hand(ctx: RankContext, stage: int) -> tuple[list[float], dict[str, Tensor]]:
-    """loss.backward() instead of engine.backward(loss)."""
+    """Call loss.backward() instead of engine.backward(loss)."""
     engine = engine_of(config_of(stage, 2))
     losses = []
     for step in range(STEPS):

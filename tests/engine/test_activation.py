@@ -1,4 +1,4 @@
-"""`activation_checkpointing` in an engine: every key, every stage, any model, the numbers of one process."""
+"""`activation_checkpointing` in an engine: every key, every stage, any model, with the results of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(ctx: RankContext, stage: int, keys: dict[str, Any] | None) -> tuple[list
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_any_model_at_any_stage(pool: WorkerPool, stage: int) -> None:
-    """Bit for bit what the engine computes without the section, and like one process."""
+    """Bit-identical to the engine without the section, and close to one process."""
     import torch
 
     plain = pool.run(run, 2, stage, None)[0]
@@ -64,6 +64,6 @@ def printed(ctx: RankContext, every: int | None) -> int:
 
 @pytest.mark.key("activation_checkpointing.profile")
 def test_rank_0_prints_the_profile(pool: WorkerPool) -> None:
-    """Every `steps_per_print` steps, else once at the end."""
+    """Printed every `steps_per_print` steps, or once at the end."""
     assert pool.run(printed, 2, 2) == [2, 0]
     assert pool.run(printed, 2, None) == [1, 0]

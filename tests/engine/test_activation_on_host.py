@@ -1,4 +1,6 @@
-"""`cpu_checkpointing` in an engine, with everything that splits a model: no bit changes, no input of a block stays."""
+"""`cpu_checkpointing` with every kind of parallelism: results are bit-identical, and no block input stays on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ STEPS = range(2)
 def train(
     ctx: RankContext, schedule: str, tp: int, sequence: bool, stage: int, section: dict[str, Any]
 ) -> tuple[list[float], dict[str, Any], int, int]:
-    """(losses, weights, the most inputs of blocks in memory between forwards, bytes copied to the host)."""
+    """Return (losses, weights, peak block inputs in memory between forwards, bytes copied to the host)."""
     driving: Any = stages if schedule else layers
     microbatches = 4 if schedule else 2
     model = tiny_llama(layers=4)

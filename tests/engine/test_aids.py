@@ -1,4 +1,4 @@
-"""Small keys of the JSON around the training itself: who counts microbatches, what is said, what data is dealt."""
+"""Minor training keys of the JSON: who counts microbatches, messages, and data loading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLING = "data_efficiency.data_sampling"
 def run_of(
     ctx: RankContext, stage: int, managed: bool, sync: bool = True
 ) -> tuple[list[float], dict[str, Tensor], tuple[int, int, int]]:
-    """Two microbatches a step: losses, weights, (global steps, samples, steps of the schedule)."""
+    """Train two microbatches per step; return losses, weights, (global steps, samples, schedule steps)."""
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     engine = engine_of(config_of(stage, 2, managed_gradient_accumulation=managed, scheduler=schedule))
     losses = []
@@ -59,7 +59,7 @@ def test_the_caller_decides_when_to_step(pool: WorkerPool, stage: int, sync: boo
 
 
 def uneven(ctx: RankContext) -> list[int]:
-    """Steps after one, two and three microbatches; the JSON says two."""
+    """Step after one, two and three microbatches; the JSON sets two."""
     engine = engine_of(config_of(1, 2, managed_gradient_accumulation=False))
     assert not engine.is_gradient_accumulation_boundary()
     with pytest.raises(MisplacedCallError, match="every step"):
@@ -165,7 +165,7 @@ def test_the_state_is_dumped_once(pool: WorkerPool) -> None:
 
 
 def collector(ctx: RankContext) -> list[bool]:
-    """Whether the collector is on: without the key, with one engine, with two, after each is destroyed."""
+    """Return whether the collector is enabled: without the key, with one engine, with two, after each is destroyed."""
     on = [gc.isenabled()]
     first, second = (engine_of(config_of(0, disable_python_gc=True)) for _ in range(2))
     on.append(gc.isenabled())
@@ -189,7 +189,7 @@ def test_the_collector_is_off_while_an_engine_wants_it(pool: WorkerPool) -> None
 
 
 class Rows:
-    """Row i is point i, with the number of the process that read it."""
+    """Row i is point i, with the id of the process that read it."""
 
     def __len__(self) -> int:
         return 20
@@ -201,7 +201,7 @@ class Rows:
 
 
 def dealt(ctx: RankContext, sections: dict[str, Any]) -> list[tuple[list[int], set[int]]]:
-    """(rows, workers) of every batch of an epoch."""
+    """Return (rows, workers) of every batch of an epoch."""
     _, _, loader, _ = initialized(sections)
     return [(rows.tolist(), set(workers.tolist())) for _, _, rows, workers in loader]
 
@@ -253,7 +253,7 @@ def test_batches_are_pinned(pool: WorkerPool) -> None:
 
 
 def epochs(ctx: RankContext, count: int) -> int:
-    """Steps until the data is over."""
+    """Return the number of steps until the data ends."""
     engine, *_ = initialized(sampling(num_epochs=count))
     engine.set_batch_fn(lambda batch: batch[:2])
     with pytest.raises(ConfigError, match="num_epochs"):

@@ -1,4 +1,4 @@
-"""The keys of the batch, of clipping and of the printed line, each with two values and what changes."""
+"""The keys for batch, clipping and printed line, each with two values and their effects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def steps_taken(ctx: RankContext, keys: dict[str, int]) -> tuple[int, int, int, list[int]]:
-    """The engine's triple, and after which of 8 microbatches it stepped."""
+    """Return the engine's batch sizes, and after which of 8 microbatches it stepped."""
     engine = engine_of(config_of(2, 1, **{key: keys.get(key) for key in TRIPLE}))
     x, y = points(0, engine.train_micro_batch_size_per_gpu())
     stepped = []
@@ -45,7 +45,7 @@ def test_any_two_of_the_three_say_when_a_step_is_due(
 
 
 def moved(ctx: RankContext, clip: float) -> tuple[float, torch.Tensor]:
-    """The norm before clipping, and how far SGD of rate 1 went."""
+    """Return the norm before clipping, and the distance of an SGD step with learning rate 1."""
     sgd = {"type": "SGD", "params": {"lr": 1.0}}
     engine = engine_of(config_of(2, gradient_clipping=clip, optimizer=sgd))
     before = whole_weights(engine)
@@ -76,7 +76,7 @@ def test_a_line_every_so_many_steps(pool: WorkerPool, every: Any, lines: list[in
 
 @pytest.mark.parametrize(("every", "lines"), [(2, [2, 4]), (None, [])])
 def test_train_batch_prints_its_loss(pool: WorkerPool, every: Any, lines: list[int]) -> None:
-    """As the pipeline engine of DeepSpeed, beside the line of every engine."""
+    """DeepSpeed's pipeline engine prints it in addition to the line of every engine."""
     first, second = pool.run(printed_batches, 2, every)
     assert [line for line in second if line.startswith("steps:")] == []
     said = [line.split() for line in first if line.startswith("steps: ")]

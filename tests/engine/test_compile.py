@@ -1,4 +1,4 @@
-"""The JSON's `compile` section and Engine.compile: compiled blocks train like plain ones, and are compiled."""
+"""The JSON's `compile` section and Engine.compile: compiled blocks train like uncompiled ones, and are compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT = 1e-5
 @pytest.mark.parametrize("checkpointing", ["", "json"])
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2)), 3])
 def test_compiled_blocks_train_like_plain_ones(pool: WorkerPool, stage: int, checkpointing: str) -> None:
-    """Also inside of a checkpoint: the recomputation runs what the forward ran."""
+    """Also inside activation checkpointing: the recomputation runs the forward's code."""
 
     def run(compile: dict[str, Any]) -> Trained:
         case = Case(stage, 2, checkpointing=checkpointing, steps=4, config={"compile": compile})
@@ -40,7 +40,7 @@ def test_compiled_blocks_train_like_plain_ones(pool: WorkerPool, stage: int, che
 
 
 def count_graphs(ctx: RankContext, section: dict[str, Any] | None) -> tuple[bool, int]:
-    """Graphs that a backend gets in one step of a Stack with 3 blocks."""
+    """Return the number of graphs that a backend gets in one step of a Stack with 3 blocks."""
     graphs = []
 
     def counting(graph: Any, inputs: Any) -> Any:
@@ -65,7 +65,7 @@ def count_graphs(ctx: RankContext, section: dict[str, Any] | None) -> tuple[bool
 def test_what_the_section_compiles(
     pool: WorkerPool, section: dict[str, Any] | None, compiled: bool | None
 ) -> None:
-    """kwargs reach torch.compile: its own `disable` makes it a wrapper that compiles nothing."""
+    """kwargs reach torch.compile: with its `disable`, nothing is compiled."""
     (said, graphs), _ = pool.run(count_graphs, 2, section)
     assert said == (compiled is not False)
     assert (graphs > 0) == bool(compiled)

@@ -1,4 +1,4 @@
-"""Curriculum learning in an engine: the same numbers as plain PyTorch on sequences that were cut by hand."""
+"""Curriculum learning in an engine matches plain PyTorch on manually truncated sequences."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine_of(stage: int, data: dict[str, Any], accumulation: int = 1) -> Any:
 
 
 def advance(engine: Any, ctx: RankContext, steps: range) -> Trained:
-    """Losses, averaged over ranks, and lengths, of these steps."""
+    """Return the losses, averaged over ranks, and the lengths of these steps."""
     losses, lengths = [], []
     for step in steps:
         lengths.append(engine.curriculum_seqlen())
@@ -166,7 +166,7 @@ def conversations() -> list[dict[str, torch.Tensor]]:
 def by_recipe(
     ctx: RankContext, directory: str, more: dict[str, Any], steps: int = STEPS
 ) -> list[dict[str, Any]]:
-    """Records of the recipes' loop, two microbatches a step."""
+    """Return the records of the recipes' loop with two microbatches per step."""
     engine = engine_of(1, {**sections(RISING, **more.pop("sampling", {})), **more}, accumulation=2)
     run = Run(Namespace(seed=0), engine.resolved, Path(directory), DEVICE, Console(quiet=True), ctx.rank)
     training = Training(run, engine, conversations(), None, steps, "tiny")
@@ -176,7 +176,7 @@ def by_recipe(
 
 @pytest.mark.key(METRIC, "managed_gradient_accumulation")
 def test_the_recipes_cut_and_count_what_is_left(pool: WorkerPool, tmp_path: Path) -> None:
-    """Also: they take one step for all microbatches where the engine does not count them."""
+    """Without the engine's microbatch count, they take one step for all microbatches."""
     managed, by_caller = (
         pool.run(by_recipe, 2, str(tmp_path), {"managed_gradient_accumulation": managed})[0]
         for managed in (True, False)

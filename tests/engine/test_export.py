@@ -1,4 +1,4 @@
-"""Weights go out as Hugging Face reads them, and come in from there, each rank its own share."""
+"""Weights are exported as Hugging Face reads them, and loaded from there, each rank its own part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
 
 
 def trained(ctx: RankContext, kind: str, tied: bool, stage: int, sections: dict[str, Any]) -> Any:
-    """An engine after two steps: its weights are no longer those of any file."""
+    """Return an engine after two steps, so that its weights differ from those of any file."""
     model = KINDS[kind](tied=tied)
     engine = launcher.initialize(model=model, config=config_of(stage, **sections), device=DEVICE)[0]
     for step in range(2):
@@ -38,7 +38,7 @@ def trained(ctx: RankContext, kind: str, tied: bool, stage: int, sections: dict[
 
 
 def export(ctx: RankContext, directory: Path, *how: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Parameters and logits of what was exported; every rank finds the files when the call returns."""
+    """Return the parameters and logits of the export; every rank finds the files when the call returns."""
     engine = trained(ctx, *how)
     engine.save_16bit_model(directory / "model")
     assert (directory / "model" / "config.json").exists() and (
@@ -57,7 +57,7 @@ def export(ctx: RankContext, directory: Path, *how: Any) -> tuple[dict[str, Tens
 def test_from_pretrained_reads_it(
     pool: WorkerPool, tmp_path: Path, kind: str, tied: bool, stage: int, sections: dict[str, Any]
 ) -> None:
-    """In the dtype of training, tied weights once."""
+    """In the training dtype, with tied weights stored once."""
     weights, logits = pool.run(export, 2, tmp_path, kind, tied, stage, sections)[0]
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -97,7 +97,7 @@ def test_the_whole_state_dict_is_on_rank_0(pool: WorkerPool, stage: int, tied: b
 
 
 def save_as_scripts_do(ctx: RankContext, tied: bool, directory: Path) -> None:
-    """Every rank saves; the weights are on rank 0, and the others have None."""
+    """Save on every rank; rank 0 has the weights, the others None."""
     engine = trained(ctx, "gpt2", tied, 3, {})
     weights, state = whole_weights(engine), engine._zero3_consolidated_16bit_state_dict()
     engine.module.save_pretrained(directory, is_main_process=ctx.rank == 0, state_dict=state)
@@ -115,7 +115,7 @@ def test_every_rank_calls_save_pretrained(pool: WorkerPool, tied: bool, tmp_path
 
 
 def export_odd(ctx: RankContext, directory: Path) -> None:
-    """A frozen block, a frozen table of whole numbers, a buffer: dtypes of every width."""
+    """Export a frozen block, a frozen integer table and a buffer: dtypes of every width."""
     model = stack(frozen=(1,))
     model.table = torch.nn.Parameter(torch.arange(5), requires_grad=False)
     model.register_buffer("mean", torch.arange(3, dtype=torch.float64))
@@ -164,7 +164,7 @@ def test_a_failure_to_write_is_told_on_every_rank(pool: WorkerPool, tmp_path: Pa
 
 
 def start_from(ctx: RankContext, directory: Path, stage: int, sections: dict[str, Any]) -> tuple[Any, int]:
-    """Weights after initialize(), and the elements that this rank read."""
+    """Return the weights after initialize(), and the elements that this rank read."""
     made = model_with_source(load_config(str(directory)), str(directory), from_scratch=False, seed=0)
     assert all(p.is_meta for p in made.model.parameters())
     with counted_reads() as read:
@@ -203,7 +203,7 @@ def test_each_rank_reads_what_it_keeps(
 
 
 def test_weights_are_not_rounded_on_their_way_to_the_masters(pool: WorkerPool, tmp_path: Path) -> None:
-    """fp32 weights in the file are not rounded on their way to the fp32 master weights."""
+    """fp32 weights in the file reach the fp32 master weights without rounding."""
     model = tiny_llama(seed=3)
     model.save_pretrained(tmp_path)
     masters = pool.run(masters_of, 2, tmp_path)

@@ -1,4 +1,4 @@
-"""fp16: a gradient that overflows on one rank skips the step on all of them, and moves the loss scale."""
+"""fp16: a gradient overflow on one rank skips the step on all of them, and adjusts the loss scale."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fp16(**keys: Any) -> dict[str, Any]:
 
 
 def step(engine: Any, ctx: RankContext, number: int, good: bool) -> None:
-    """Where it is not good, one input of the last rank is infinite."""
+    """Take a step; if it is not good, one input of the last rank is infinite."""
     parts = microbatches(ctx, number, engine.gradient_accumulation_steps())
     if not good and ctx.rank == ctx.world - 1:
         parts[0][0][0, 0] = torch.inf
@@ -69,7 +69,7 @@ def skip_one(ctx: RankContext, stage: int, accumulation: int, sections: dict[str
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
     pool: WorkerPool, stage: int, accumulation: int, sections: dict[str, Any]
 ) -> None:
-    """Weights, moments, rate and schedule stay; also in bf16, unless check_grad_overflow is false."""
+    """Weights, moments, learning rate and schedule stay; also in bf16, unless check_grad_overflow is false."""
     if "bf16" in sections:
         sections = {**sections, "data_types": {"grad_accum_dtype": "fp32"}}
     pool.run(skip_one, 2, stage, accumulation, sections)
@@ -122,7 +122,7 @@ Exhausted = tuple[str, bool, int]
 
 
 def exhaust(ctx: RankContext, stage: int) -> Exhausted:
-    """The error of an overflow at the floor; whether the state stayed; the steps that count."""
+    """Return the error of an overflow at the minimum scale, whether the state was kept, and the counted steps."""
     engine = engine_of(config_of(stage, 2, **fp16(min_loss_scale=256, hysteresis=1)))
     step(engine, ctx, 0, GOOD)
     before = whole_state(engine)
@@ -136,7 +136,7 @@ def exhaust(ctx: RankContext, stage: int) -> Exhausted:
 @pytest.mark.key("fp16.min_loss_scale")
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_overflow_at_the_floor_ends_the_run_and_names_the_parameters(pool: WorkerPool, stage: int) -> None:
-    """On every rank the same words: the last layers first, the rank whose input was infinite, and a way out."""
+    """All ranks raise the same message: last layers first, the rank with the infinite input, and a fix."""
     found = pool.run(exhaust, 2, stage)
     assert found[0] == found[1]
     message, kept, steps = found[0]
@@ -148,7 +148,7 @@ def test_an_overflow_at_the_floor_ends_the_run_and_names_the_parameters(pool: Wo
 
 
 def diverge(ctx: RankContext, check: bool) -> tuple[bool, bool, str]:
-    """One bad step in bf16: whether it was applied, whether the weights are finite, what was printed."""
+    """Take one bad step in bf16; return whether it was applied, whether the weights are finite, and the output."""
     engine = engine_of(config_of(3, bf16={"enabled": True, "check_grad_overflow": check}))
     out = io.StringIO()
     with redirect_stdout(out):
@@ -167,7 +167,7 @@ def test_bf16_steps_on_without_the_check(pool: WorkerPool) -> None:
 
 @pytest.mark.key("bf16.check_grad_overflow")
 def test_a_skipped_step_in_bf16_names_the_parameters_now_and_then(pool: WorkerPool) -> None:
-    """The first and the second are told, the third is not; by rank 0."""
+    """Rank 0 reports the first and the second one, not the third."""
     (applied, finite, printed), (*_, silent) = pool.run(diverge, 2, True)
     assert not applied and finite and silent == ""
     first, second = printed.splitlines()
@@ -177,7 +177,7 @@ def test_a_skipped_step_in_bf16_names_the_parameters_now_and_then(pool: WorkerPo
 
 
 def cast_input(ctx: RankContext, auto_cast: bool) -> bool:
-    """Whether a float16 model takes a float32 input."""
+    """Return whether a float16 model accepts a float32 input."""
     engine = engine_of(config_of(1, fp16={"enabled": True, "auto_cast": auto_cast}))
     try:
         step(engine, ctx, 0, GOOD)
@@ -194,7 +194,9 @@ def test_auto_cast_gives_a_float16_model_float16_inputs(pool: WorkerPool) -> Non
 
 
 def hand_over(ctx: RankContext, directory: str) -> list[float]:
-    """Loss scales after loading a checkpoint of a dynamic scale: dynamic, fixed, bf16; and of bf16: dynamic."""
+    """Return the loss scales after loading a dynamic-scale checkpoint as dynamic, fixed and bf16, and a bf16 one as
+    dynamic.
+    """
     sections: list[dict[str, Any]] = [
         fp16(hysteresis=1),
         fp16(hysteresis=1, initial_scale_power=3),

@@ -1,4 +1,4 @@
-"""One parameter's fp32 weights, optimizer states and gradient, read and written whole or in pieces."""
+"""One parameter's fp32 weights, optimizer states and gradient, read and written in full or in parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
 def first_weight(engine: Any) -> Tensor:
-    """A parameter of which each of two ranks owns a piece, or all."""
+    """Return a parameter that is sharded over two ranks, or not sharded."""
     return engine.module.blocks[0].up.weight  # type: ignore[no-any-return]
 
 
@@ -61,7 +61,7 @@ def test_what_is_read_is_that_of_one_process(pool: WorkerPool, stage: int, zero:
 
 
 def written(ctx: RankContext, stage: int, local: bool) -> dict[str, Tensor]:
-    """Weights and gradient are replaced, then comes a step."""
+    """Replace weights and gradient, then step."""
     engine = engine_of(config_of(stage, optimizer=SGD))
     param = first_weight(engine)
     kind = "local" if local else "full"
@@ -82,7 +82,7 @@ def test_what_is_written_is_used(pool: WorkerPool, stage: int, local: bool) -> N
 
 
 def before_the_reduction(ctx: RankContext, stage: int) -> dict[str, Any]:
-    """Two backwards inside no_sync(); this rank then doubles what it has, and the step takes that."""
+    """Run two backwards inside no_sync(); this rank then doubles its gradient, and the step uses that."""
     engine = engine_of(config_of(stage, 2, optimizer=SGD))
     param, parts = first_weight(engine), microbatches(ctx, 0, 2)
     found: dict[str, Any] = {"none": fragments.safe_get_full_grad(param)}
@@ -118,7 +118,7 @@ def test_before_the_reduction_a_rank_has_its_own_gradient(pool: WorkerPool, stag
 
 
 def every_parameter(ctx: RankContext, stage: int) -> list[int]:
-    """All states and gradients are set, whichever rank owns them; gives how much of each parameter this one owns."""
+    """Set all states and gradients, whichever rank owns them; return how much of each parameter this rank owns."""
     engine = engine_of(config_of(stage))
     engine.backward(engine(*microbatches(ctx, 0)[0]))
     params = [engine.module.get_parameter(name) for name in engine.zero.slots]

@@ -1,4 +1,4 @@
-"""What a model goes on with is the same on every topology, and what plain transformers writes."""
+"""Generation is the same on every topology, and equal to plain transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 
 
 def written(ctx: RankContext, topology: str) -> tuple[list[int], list[int]]:
-    """What the model writes after the prompt: as much as it may, and until the third of these tokens."""
+    """Return the generated tokens: up to the limit, and up to the third of these tokens."""
     config = config_of(3 if topology == "stage3" else 1, optimizer=None, **TOPOLOGIES[topology])
     engine = engine_of(config, tiny_llama())
     whole = continuation(engine, PROMPT, MOST)

@@ -1,4 +1,4 @@
-"""DeepSpeed's getters answer with the JSON's values."""
+"""DeepSpeed's getters return the JSON's values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What initialize() is given beside the model: an mpu, and a configuration with something to tell."""
+"""Other arguments of initialize(): an mpu, and a configuration with warnings."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_faster_offloads_of_deepspeeds_train_as_without_them(pool: WorkerPool) -
 
 
 def from_the_launcher(ctx: RankContext, path: str) -> int:
-    """A script for DeepSpeed that names no JSON itself."""
+    """Run a script for DeepSpeed that names no JSON itself."""
     os.environ["LAUNCHER_CONFIG"] = path
     engine = launcher.initialize(model=nn.Linear(2, 2), device=DEVICE)[0]
     return int(engine.train_batch_size())

@@ -1,4 +1,4 @@
-"""An engine that nobody holds any more leaves nothing behind: a notebook, a search over settings, a second Trainer."""
+"""An engine without references leaves nothing behind: a notebook, a hyperparameter search, a second Trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def one_life(ctx: RankContext, case: dict[str, Any]) -> list[weakref.ref[Any]]:
-    """Train a step; what must be gone afterwards."""
+    """Train a step; return weak references to objects that must be freed afterwards."""
     if "pipeline" in case:
         engine = stages.engine_of(stages.config_of(case["stage"], 2, case["pipeline"]), tiny_llama(layers=2))
         stages.advance(engine, range(1))
@@ -45,7 +45,7 @@ def one_life(ctx: RankContext, case: dict[str, Any]) -> list[weakref.ref[Any]]:
 
 
 def left_by(ctx: RankContext, case: dict[str, Any]) -> tuple[list[bool], int]:
-    """(what is still there, file descriptors that two more engines left open)."""
+    """Return (objects that still exist, file descriptors that two more engines left open)."""
     first = one_life(ctx, case)
     gc.collect()
     open_files = len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""What an engine imports, a rank holds in memory."""
+"""The modules that an engine imports use memory on every rank."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ print(*[name for name in sys.modules if name.partition(".")[0] == "launcher"])
 
 @pytest.mark.full
 def test_what_a_run_does_not_use_is_not_imported() -> None:
-    """Features are imported where the JSON asks for them: import them inside the branch that does."""
+    """Features are imported only if the JSON enables them: import them inside that branch."""
     done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True)
     loaded = done.stdout.splitlines()[-1].split()
     assert done.stdout.splitlines()[-2] == "False", (

@@ -1,4 +1,4 @@
-"""What a run has after a save that was killed, a disk that was full, or a file that was damaged."""
+"""The state of a run after a killed save, a full disk, or a damaged file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST, SECOND, THIRD = range(2), range(2, 4), range(4, 6)
 
 @contextmanager
 def at_call(name: str, number: int, act: Callable[[], Any]) -> Iterator[None]:
-    """`act` instead of the call number `number` of os.<name>, and of those after it."""
+    """Call `act` instead of call number `number` of os.<name>, and of all later ones."""
     real, calls = getattr(os, name), 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def load_damaged(ctx: RankContext, stage: int, directory: Path) -> tuple[str, di
 
 
 def flip(content: bytes) -> bytes:
-    """One bit in every kilobyte, from the first tensor's numbers on."""
+    """Flip one bit in every kilobyte, from the first tensor's data on."""
     changed = bytearray(content)
     for at in range(700, len(changed), 1000):
         changed[at] ^= 4

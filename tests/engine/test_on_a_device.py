@@ -1,4 +1,4 @@
-"""A step on a device beside the host: nothing mixes the two, and the host waits as seldom as it says."""
+"""A step with a device and a host: tensors of the two never mix, and the host synchronizes as rarely as documented."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SHARED)
 def test_with_other_ranks(pool: WorkerPool, name: str) -> None:
-    """One process plays the first of four ranks; what the others would send has any values."""
+    """One process acts as the first of four ranks; data from the others is arbitrary."""
     (found,) = pool.run(crossed, 1, name, BF16 | SHARED[name], 4)
     counts = (
         {"experts/dispatch.py": 2} if name == "experts" else {}

@@ -1,4 +1,4 @@
-"""Optimizers and schedules, from the JSON or the caller's own, give the numbers of plain PyTorch at every stage."""
+"""Optimizers and schedules, from the JSON or the caller, match plain PyTorch at every stage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plain(make: Callable[..., Optimizer], schedule: Callable[[Optimizer], LRSche
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """As everybody does: matrices decay, vectors do not; and the head has a rate of its own."""
+    """Return the usual groups: matrices decay, vectors do not; and the head has its own learning rate."""
     named = [(name, p) for name, p in model.named_parameters() if not name.startswith("last")]
     return [
         {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.3},
@@ -161,7 +161,7 @@ def with_json(ctx: RankContext, stage: int, name: str) -> Left:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", NAMED)
 def test_named_in_the_json(pool: WorkerPool, stage: int, name: str) -> None:
-    """ "Adam" decays as AdamW does, unless adam_w_mode is false."""
+    """ "Adam" decays like AdamW, unless adam_w_mode is false."""
     assert_like(pool.run(with_json, 2, stage, name)[0], plain(partial(all_of, NAMED[name][1])))
 
 
@@ -228,7 +228,7 @@ def test_param_groups_are_live(pool: WorkerPool, stage: int) -> None:
 
 
 def with_metric(ctx: RankContext) -> list[float]:
-    """engine.step(lr_kwargs=...) reaches the schedule."""
+    """Pass engine.step(lr_kwargs=...) to the schedule."""
     plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.1)
     engine = engine_of(config_of(3), lr_scheduler=plateau)
     rates = []
@@ -248,7 +248,7 @@ def test_arguments_of_a_schedule(pool: WorkerPool) -> None:
 
 
 class Mine(SGD):
-    """Not one of torch.optim."""
+    """An optimizer that is not in torch.optim."""
 
 
 def refused(ctx: RankContext, how: str) -> str:
@@ -286,7 +286,7 @@ def test_refusals(pool: WorkerPool, how: str, said: str) -> None:
 
 
 def without_optimizer(ctx: RankContext, stage: int) -> float:
-    """Evaluation alone needs none."""
+    """Evaluate without an optimizer."""
     engine = engine_of(config_of(stage, optimizer=None))
     assert engine.optimizer is None and engine.lr_scheduler is None and engine.get_lr() == []
     return float(engine.eval_batch(iter(microbatches(ctx, 0))))

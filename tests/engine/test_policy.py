@@ -1,4 +1,4 @@
-"""Every field of the policy has its line in the table."""
+"""Every field of the policy is in the table."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Found = tuple[list[float], dict[str, Tensor], dict[str, int], dict[str, int], se
 
 
 def run(ctx: RankContext, stage: int, keys: dict[str, Any]) -> Found:
-    """Losses, master weights, bytes held, bytes sent by operation in the last step, dtypes of the parameters."""
+    """Return losses, master weights, bytes held, bytes sent by operation in the last step, and parameter dtypes."""
     engine = engine_of(config_of(stage, **keys))
     losses = advance(engine, ctx, range(STEPS - 1))
     with record_collectives() as records:
@@ -41,7 +41,7 @@ def run(ctx: RankContext, stage: int, keys: dict[str, Any]) -> Found:
 
 
 def plain(dtype: torch.dtype | None, world: int) -> tuple[list[float], dict[str, Tensor]]:
-    """torch.autocast around the forward of an fp32 model, and AdamW."""
+    """Run the forward of an fp32 model under torch.autocast, with AdamW."""
     model = stack()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
     losses = []
@@ -68,7 +68,7 @@ def assert_equal(found: Found, expected: tuple[list[float], dict[str, Tensor]]) 
 @pytest.mark.key("torch_autocast.enabled", "torch_autocast.dtype")
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_numbers_are_those_of_torch_autocast(pool: WorkerPool, stage: int) -> None:
-    """fp32 weights, gradients and moments; bf16 and fp32 give other losses; null is bf16."""
+    """Weights, gradients and moments are fp32; bf16 and fp32 give different losses; null means bf16."""
     expected, full = plain(torch.bfloat16, 2), plain(None, 2)
     found = pool.run(run, 2, stage, autocast("bfloat16"))[0]
     assert_equal(found, expected)
@@ -84,7 +84,7 @@ def test_the_numbers_are_those_of_torch_autocast(pool: WorkerPool, stage: int) -
 @pytest.mark.key("torch_autocast.lower_precision_safe_modules")
 @pytest.mark.parametrize("stage", STAGES)
 def test_named_modules_are_held_and_sent_in_the_lower_dtype(pool: WorkerPool, stage: int) -> None:
-    """The same arithmetic: autocast would have cast the weights. Half the bytes for the layers that are named."""
+    """Autocast would have cast the weights, so results are equal, with half the bytes for the named layers."""
     usual, low = (pool.run(run, 2, stage, autocast("bfloat16", modules))[0] for modules in (None, LINEAR))
     if stage:  # an all-reduce rounds the sum to bf16, a reduce-scatter sums into fp32
         assert_equal(low, plain(torch.bfloat16, 2))
@@ -108,7 +108,7 @@ def test_a_class_that_cannot_be_imported_is_an_error(pool: WorkerPool) -> None:
 
 
 def scaled(ctx: RankContext, dtype: str) -> list[float]:
-    """The loss scale over a good, two bad and two good steps."""
+    """Return the loss scale over one good, two bad and two good steps."""
     fp16 = {"initial_scale_power": 10, "loss_scale_window": 1}
     engine = engine_of(config_of(2, **autocast(dtype, fp16=fp16)))
     scales = [engine.loss_scale()]
@@ -125,7 +125,7 @@ def scaled(ctx: RankContext, dtype: str) -> list[float]:
 
 @pytest.mark.key("torch_autocast.dtype")
 def test_float16_has_a_loss_scale(pool: WorkerPool) -> None:
-    """By the numbers of the fp16 section, which stays off."""
+    """It uses the values of the fp16 section, which stays disabled."""
     assert pool.run(scaled, 2, "float16") == [[1024, 1024, 1024, 512, 512, 1024]] * 2
     assert pool.run(scaled, 2, "bfloat16") == [[1.0] * 6] * 2
 
@@ -137,7 +137,7 @@ def first_loss(ctx: RankContext, keys: dict[str, Any]) -> float:
 
 
 def test_autocast_over_a_bf16_model(pool: WorkerPool) -> None:
-    """As DeepSpeed takes it: weights are bf16, and operations that need it give float32."""
+    """As in DeepSpeed: weights are bf16, and operations that need it return float32."""
     model = stack().bfloat16()
     x, y = (points(0, ROWS)[i].bfloat16() for i in (0, 1))
     with torch.autocast("cpu", torch.bfloat16):

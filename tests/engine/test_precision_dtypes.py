@@ -1,4 +1,4 @@
-"""`data_types`: parameters and buffers that do not have the dtype of the model."""
+"""`data_types`: parameters and buffers with another dtype than the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STEPS = 5
 
 
 class Careful(Stack):
-    """Computes its last layer in the dtype of that layer, as Hugging Face's T5 does, and has a buffer.
+    """Computes its last layer in that layer's dtype, as Hugging Face's T5 does, and has a buffer.
 
     Attributes:
-        strict, under_fp16: Hugging Face's lists of what stays fp32.
+        strict, under_fp16: Hugging Face's lists of modules that stay fp32.
     """
 
     def __init__(self, strict: tuple[str, ...] = (), under_fp16: tuple[str, ...] = ()) -> None:
@@ -47,7 +47,7 @@ Found = tuple[list[float], dict[str, torch.dtype], dict[str, Tensor], dict[str, 
 
 
 def run(ctx: RankContext, stage: int, lists: tuple[tuple[str, ...], ...], keys: dict[str, Any]) -> Found:
-    """Losses, dtypes of parameters and buffers, weights, bytes, master weights and moments."""
+    """Return losses, dtypes of parameters and buffers, weights, bytes, master weights and moments."""
     engine = engine_of(config_of(stage, 2, **keys), careful(*lists))
     losses = advance(engine, ctx, range(STEPS))
     dtypes = {
@@ -66,7 +66,10 @@ LAST = {"last.weight", "last.bias"}
 @pytest.mark.key("data_types.keep_in_fp32_modules")
 @pytest.mark.parametrize("stage", STAGES)
 def test_named_parameters_stay_fp32_in_a_16_bit_model(pool: WorkerPool, stage: int) -> None:
-    """In the model, in gathers and in gradients; their values are no bf16 numbers, and the run goes like the others."""
+    """In the model, in gathers and in gradients.
+
+    Their values are not bf16 values, and the loss is close to the others.
+    """
     keys = {**BF16, "data_types": {"keep_in_fp32_modules": ["last.*"]}}
     found, plain = (pool.run(run, 2, stage, (), k)[0] for k in (keys, BF16))
     assert fp32_names(found) == LAST | {"third"} and fp32_names(plain) == {"third"}
@@ -78,7 +81,7 @@ def test_named_parameters_stay_fp32_in_a_16_bit_model(pool: WorkerPool, stage: i
 
 
 def truth(steps: int) -> list[float]:
-    """Losses of plain PyTorch: a bf16 copy of fp32 master weights, but for the last layer."""
+    """Return the losses of plain PyTorch: a bf16 copy of fp32 master weights, except the last layer."""
     model, master = careful().bfloat16(), careful()
     model.last.float().load_state_dict(master.last.state_dict())
     optimizer = torch.optim.AdamW(master.parameters(), lr=0.01, weight_decay=0.1)
@@ -110,13 +113,13 @@ def losses_alone(ctx: RankContext, stage: int) -> list[float]:
 @pytest.mark.key("data_types.keep_in_fp32_modules")
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_numbers_are_those_of_plain_pytorch(pool: WorkerPool, stage: int) -> None:
-    """2 ranks sum 16-bit gradients, as the loop does; a small model in bf16: 1 in 1000."""
+    """2 ranks sum 16-bit gradients, like the loop; tolerance for a small bf16 model: 1 in 1000."""
     assert pool.run(losses_alone, 2, stage)[0] == pytest.approx(truth(STEPS), rel=1e-3)
 
 
 @pytest.mark.key("data_types.keep_in_fp32_modules")
 def test_auto_follows_the_models_own_lists(pool: WorkerPool) -> None:
-    """`_keep_in_fp32_modules_strict` always, `_keep_in_fp32_modules` under fp16 only; [] keeps nothing."""
+    """`_keep_in_fp32_modules_strict` applies always, `_keep_in_fp32_modules` only with fp16; [] keeps nothing."""
     lists = (("last",), ("offset",))
     fp16 = {"fp16": {"enabled": True, "loss_scale": 8}}
     auto = {"data_types": {"keep_in_fp32_modules": "auto"}}

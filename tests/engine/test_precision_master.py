@@ -1,4 +1,4 @@
-"""Master weights and moments in 16 bits: the bytes that they save; the numbers of plain PyTorch that does the same."""
+"""16-bit master weights and moments: the saved bytes, and the results of plain PyTorch with the same precision."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOMENTS |= {"narrow": 4, "narrow-alone": 8}
 
 
 def held(ctx: RankContext, stage: int, name: str) -> dict[str, int]:
-    """Bytes of this rank after a step, and the elements they are for."""
+    """Return the bytes of this rank after a step, and their number of elements."""
     engine = engine_of(config_of(stage, **SECTIONS[name]))
     advance(engine, ctx, [0])
     owned = sum(flat.owned.stop - flat.owned.start for flat in engine.zero.flats)
@@ -56,7 +56,7 @@ def held(ctx: RankContext, stage: int, name: str) -> dict[str, int]:
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes_held(pool: WorkerPool, stage: int, name: str) -> None:
-    """Exactly: parameters and gradients 2 + 2, master 4 or 0, moments 8 or 4, of what this rank owns."""
+    """Exact bytes: parameters and gradients 2 + 2, master 4 or 0, moments 8 or 4, of this rank's shard."""
     for rank in pool.run(held, 2, stage, name):
         assert rank["master"] == MASTER[name] * rank["owned"]
         # Adam's moments; a parameter of one element has a moment without dims, which is not counted
@@ -71,8 +71,10 @@ def run(ctx: RankContext, stage: int, name: str) -> tuple[list[float], dict[str,
 
 
 def plain(name: str, world: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The same arithmetic in a loop: gradients of each share summed in 16 bits, then AdamW on the 16-bit weights;
-    with fp32 moments, on their fp32 values, which are rounded after the step."""
+    """Run the same arithmetic in a loop: gradients of each share summed in 16 bits, then AdamW on the 16-bit weights.
+
+    With fp32 moments, on their fp32 values, which are rounded after the step.
+    """
     dtype = torch.float16 if name.startswith("fp16") else torch.bfloat16
     scale = SCALE if dtype == torch.float16 else 1.0
     model = stack().to(dtype)
@@ -128,7 +130,7 @@ def test_each_key_changes_the_losses(pool: WorkerPool) -> None:
 
 
 def resume(ctx: RankContext, directory: str) -> bool:
-    """Saved with fp32 moments and master weights, loaded without either."""
+    """Save with fp32 moments and master weights, load without either."""
     first = engine_of(config_of(1, **SECTIONS["bf16"]))
     advance(first, ctx, range(2))
     first.save_checkpoint(directory)

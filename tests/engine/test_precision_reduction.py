@@ -1,4 +1,4 @@
-"""Dtypes of accumulation and of the wire, and the division before the sum over ranks."""
+"""Dtypes of accumulation and communication, and division before the reduction."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Given(nn.Module):
 def large_step(
     ctx: RankContext, stage: int, keys: dict[str, Any], value: float = LARGE
 ) -> tuple[bool, float, str]:
-    """A step whose gradient is `value` on every rank: applied?, the weight after it, the norm."""
+    """Take a step whose gradient is `value` on every rank; return whether it was applied, the weight, and the norm."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "fp16": {"enabled": True, "loss_scale": 1},
@@ -56,8 +56,10 @@ def large_step(
 def test_division_before_the_sum_keeps_float16_finite(
     pool: WorkerPool, stage: int, reduce_scatter: bool
 ) -> None:
-    """The sum of two large gradients is infinite, that of their halves is not; DeepSpeed refuses it at stages 1 to 3
-    with reduce_scatter."""
+    """The sum of two large gradients is infinite, that of their halves is not.
+
+    DeepSpeed refuses this at stages 1 to 3 with reduce_scatter.
+    """
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_scatter": reduce_scatter}
     plain = pool.run(large_step, 2, stage, {"zero_optimization": zero})
     assert plain == [(False, 0.0, "inf")] * 2
@@ -67,7 +69,7 @@ def test_division_before_the_sum_keeps_float16_finite(
 
 
 def exhausted(ctx: RankContext, stage: int, value: float) -> str:
-    """The error when a float16 gradient of this value on every rank overflows at the floor of the scale."""
+    """Return the error when a float16 gradient of this value on every rank overflows at the minimum scale."""
     fp16 = {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}
     with pytest.raises(LossScaleExhausted) as caught:
         large_step(ctx, stage, {"fp16": fp16, "zero_optimization": {"stage": stage}}, value)
@@ -77,7 +79,7 @@ def exhausted(ctx: RankContext, stage: int, value: float) -> str:
 @pytest.mark.key("prescale_gradients")
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_overflow_in_the_sum_alone_is_told_apart(pool: WorkerPool, stage: int) -> None:
-    """Then no rank's own gradient is to blame, and prescale_gradients is advised."""
+    """No rank's own gradient overflows, so the error suggests prescale_gradients."""
     for message in pool.run(exhausted, 2, stage, LARGE):
         assert "weight (only in the sum over ranks)" in message and '"prescale_gradients": true' in message
     for message in pool.run(exhausted, 2, stage, torch.inf):
@@ -92,7 +94,7 @@ def trained(ctx: RankContext, stage: int, keys: dict[str, Any]) -> tuple[list[fl
 @pytest.mark.key("prescale_gradients", "gradient_predivide_factor")
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_mean_is_the_same_up_to_rounding(pool: WorkerPool, stage: int) -> None:
-    """Powers of two bit for bit; the clipping sees the same norm."""
+    """Powers of two are bit-identical; clipping uses the same norm."""
     losses, weights = pool.run(trained, 2, stage, {})[0]
     exact = [{"prescale_gradients": True}, {"gradient_predivide_factor": 0.5}]
     for keys in exact:
@@ -111,7 +113,7 @@ def test_prescale_wins_over_the_factor() -> None:
 
 
 def sent(ctx: RankContext, stage: int, keys: dict[str, Any]) -> int:
-    """Bytes of the reductions of one step in bf16."""
+    """Return the bytes of the reductions of one bf16 step."""
     engine = engine_of(config_of(stage, bf16={"enabled": True}, **keys))
     with record_collectives() as records:
         advance(engine, ctx, [0])
@@ -132,7 +134,7 @@ def test_bytes_on_the_wire(pool: WorkerPool, stage: int) -> None:
 
 
 def accumulated(ctx: RankContext, stage: int, dtype: str | None) -> tuple[int, list[float]]:
-    """Bytes of the gradients in bf16, and the losses with four microbatches a step."""
+    """Return the bytes of the bf16 gradients, and the losses with four microbatches per step."""
     engine = engine_of(config_of(stage, 4, bf16={"enabled": True}, data_types={"grad_accum_dtype": dtype}))
     losses = advance(engine, ctx, range(4))
     return engine.held_bytes()["gradients"], losses
@@ -154,7 +156,7 @@ def test_ranks_that_share_a_sequence_are_reduced_over_with_the_others() -> None:
 
 
 def live(ctx: RankContext, immediate: bool) -> int:
-    """Most 16-bit gradients (elements) that leaves hold at a time in a backward with an fp32 buffer."""
+    """Return the peak number of 16-bit gradient elements on leaves in a backward with an fp32 buffer."""
     config = config_of(
         1, bf16={"enabled": True, "immediate_grad_update": immediate}, data_types={"grad_accum_dtype": "fp32"}
     )

@@ -1,4 +1,4 @@
-"""A recipe whose float16 run cannot go on: what it says, what it leaves, and how it goes on in bfloat16."""
+"""A recipe whose float16 run cannot continue: its error, its checkpoint, and resuming in bfloat16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TAG = "global_step2_loss_scale_exhausted"
 def pretrain(
     directory: Path, name: str, content: dict[str, Any], *flags: str
 ) -> subprocess.CompletedProcess[str]:
-    """Four steps of a small model at stage 3, on two ranks; on one when they go on."""
+    """Run four steps of a small model at stage 3: on two ranks, and on one after resuming."""
     config = {
         "train_batch_size": 4,
         "gradient_clipping": 0,
@@ -37,7 +37,9 @@ def pretrain(
 @pytest.mark.full
 @pytest.mark.key("fp16.min_loss_scale")
 def test_an_exhausted_run_leaves_a_checkpoint_that_goes_on_in_bf16(tmp_path: Path) -> None:
-    """A rate that is far too high: one good step, one overflow that halves the scale, one at the floor."""
+    """With a learning rate that is too high: one good step, one overflow that halves the scale, one at the minimum
+    scale.
+    """
     (tmp_path / "model.json").write_text(json.dumps(tiny_llama(vocab=260, layers=1).config.to_dict()))
     (tmp_path / "prose.txt").write_text("".join(f"{n} is followed by {n + 1}.\n" for n in range(300)))
     fp16 = {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 8, "hysteresis": 1}

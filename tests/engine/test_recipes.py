@@ -1,6 +1,6 @@
-"""The recipes from the command line: what a run writes, how it goes on elsewhere, and what comes out of it.
+"""The recipes on the command line: output files, resuming elsewhere, and the exported model.
 
-Three launches take nearly all of the time; all tests look at what they left.
+Three launches take nearly all of the time; all tests check their output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ WATCHED = {
 
 
 def json_of(directory: Path, stage: int) -> str:
-    """A JSON of stage `stage`; the rate falls, so that a schedule that starts anew would show. Stage 3 is watched."""
+    """Return a JSON with stage `stage`.
+
+    The learning rate falls, so a restarted schedule would be visible. Stage 3 is monitored.
+    """
     path = directory / f"stage{stage}.json"
     content = {
         **(WATCHED if stage == 3 else {}),
@@ -59,7 +62,7 @@ def json_of(directory: Path, stage: int) -> str:
 
 
 def run(directory: Path, ranks: int, stage: int, *arguments: str) -> str:
-    """A launch that succeeds; what it printed."""
+    """Run a launch that succeeds; return its output."""
     done = launch(
         *("--num_gpus", str(ranks), "--device", "cpu", "--config", json_of(directory, stage)),
         *arguments,
@@ -75,7 +78,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """pretrain to the end on two ranks at stage 3; from step 4 on again with one at stage 1; finetune of that."""
+    """Run pretrain on two ranks at stage 3, resume from step 4 on one at stage 1, and finetune the result."""
     directory = tmp_path_factory.mktemp("recipes")
     config = tiny_llama(vocab=BYTES, layers=2).config
     (directory / "model.json").write_text(json.dumps(config.to_dict()))
@@ -166,7 +169,7 @@ def test_the_summary_is_of_the_run(runs: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_with_the_curve(runs: Path) -> None:
-    """One rank at stage 1 after two at stage 3: the same data, losses, rates and count of tokens."""
+    """One rank at stage 1 after two at stage 3: the same data, losses, learning rates and token counts."""
     whole, resumed = metrics(runs / "whole"), metrics(runs / "resumed")
     assert [record["step"] for record in resumed] == [5, 6]
     for key in ("loss", "grad_norm", "lr", "tokens"):

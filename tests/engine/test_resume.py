@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint as if it had never stopped, on its own topology or on another."""
+"""A run resumes from a checkpoint as if it had never stopped, on the same topology or another one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def config(stage: int, precision: str = "fp32", accumulation: int = 1) -> dict[s
 def save(
     ctx: RankContext, stage: int, precision: str, directory: Path
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Train the first steps and save; what there was, and the losses that follow without a stop."""
+    """Train the first steps and save; return the state, and the losses that follow without a stop."""
     engine = engine_of(config(stage, precision))
     advance(engine, ctx, BEFORE)
     state = whole_state(engine)
@@ -71,7 +71,7 @@ def load(ctx: RankContext, stage: int, precision: str, directory: Path) -> tuple
 
 @cache
 def uninterrupted() -> list[float]:
-    """The first two steps see the rate of iteration 0, as in DeepSpeed."""
+    """Train without a stop. The first two steps use the learning rate of iteration 0, as in DeepSpeed."""
     model = stack()
     adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
     losses = []
@@ -83,7 +83,7 @@ def uninterrupted() -> list[float]:
 
 @pytest.fixture(scope="module")
 def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(ranks, stage, precision) -> directory, state when saved, losses after it; each is made once."""
+    """Return (ranks, stage, precision) -> directory, state when saved, losses after it; each is created once."""
 
     @cache
     def make(world: int, stage: int, precision: str) -> tuple[Path, dict[str, Tensor], list[float]]:
@@ -109,7 +109,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def test_another_topology(
     pool: WorkerPool, saved: Any, precision: str, source: tuple[int, int], target: tuple[int, int]
 ) -> None:
-    """Master weights, moments and step counts bit by bit; then the curve of one process that never stopped."""
+    """Master weights, moments and step counts are bit-identical; then losses match an uninterrupted process."""
     directory, state, after = saved(*source, precision)
     for got, rates, scale, losses, last in pool.run(load, target[0], target[1], precision, directory):
         assert_same(got, state)
@@ -122,7 +122,7 @@ def test_another_topology(
 
 
 class Dropping(Stack):
-    """Random by torch, NumPy and Python, and counts its training forwards in a buffer."""
+    """Uses random numbers of torch, NumPy and Python, and counts its training forwards in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def stop_and_go(ctx: RankContext, stage: int, accumulation: int, directory: Path
 def test_the_same_topology_is_bit_identical(
     pool: WorkerPool, tmp_path: Path, stage: int, accumulation: int
 ) -> None:
-    """With random numbers, which differ by rank."""
+    """This includes random numbers, which differ by rank."""
     pool.run(stop_and_go, 2, stage, accumulation, tmp_path)
 
 
@@ -280,7 +280,7 @@ def test_another_optimizer_is_refused(pool: WorkerPool, saved: Any, tmp_path: Pa
 
 
 def resume_a_client(ctx: RankContext, stage: int, directory: Path) -> None:
-    """A schedule that counts whole numbers, and an optimizer that counts its steps in Python's."""
+    """Resume a schedule with an integer count, and an optimizer that counts its steps as Python numbers."""
 
     def fresh() -> Any:
         model = stack()
@@ -305,7 +305,7 @@ def resume_a_client(ctx: RankContext, stage: int, directory: Path) -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Each step is shorter: lr / number of the step."""
+    """Each step is smaller: lr / number of the step."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""The JSON's `checkpoint` section: which tag, whose directory, now or in the background."""
+"""The JSON's `checkpoint` section: tags, directories, synchronous and background saves."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def made_up(ctx: RankContext, directory: Path) -> tuple[list[str], list[str]]:
 
 
 class Heard(logging.Handler):
-    """What is logged."""
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def load_foreign(ctx: RankContext, directory: Path) -> list[str]:
 
 @pytest.mark.key("checkpoint.load_universal")
 def test_damaged_files_of_deepspeed_are_named(pool: WorkerPool, tmp_path: Path) -> None:
-    """And without the key, test_resume.py loads on every topology: the key has nothing to add, and says so."""
+    """Without the key, test_resume.py loads on every topology; the key adds nothing, and a message says so."""
     (note,) = [n for n in load({"checkpoint": {"load_universal": True}}).notes if n.kind == "no effect"]
     assert "loads on any number of ranks" in note.what
     converted = tmp_path / "universal" / "global_step1_universal"
@@ -234,7 +234,7 @@ def test_nodes_load_the_same_tag(pool: WorkerPool, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def held(gate: threading.Event) -> Iterator[None]:
-    """A save that is about to be finished waits for the gate."""
+    """Block a save just before it finishes until the gate opens."""
     finish = tags.finish
 
     def wait(*args: Any) -> None:
@@ -272,7 +272,7 @@ def test_a_decoupled_save_is_of_its_moment(pool: WorkerPool, tmp_path: Path, sta
 
 
 def copy_beside_the_forward(ctx: RankContext, stage: int, directory: Path) -> tuple[list[str], float]:
-    """Weights and moments are copied, slowly, while the next step computes; its update waits for that."""
+    """Copy weights and moments slowly while the next step computes; its update waits for the copy."""
     engine = saving(stage, writer={"decoupled": True})
     engine.saver.steps_alone_change = True
     copy, threads = Snapshot._copy, set()
@@ -305,7 +305,7 @@ def test_a_step_waits_for_the_copy_of_what_it_changes(pool: WorkerPool, tmp_path
 
 
 def choose_after_a_load(ctx: RankContext, directory: Path) -> bool:
-    """As a recipe that resumes: the first use of the saver is a load, and only then it saves in the background."""
+    """Like a resuming recipe: the saver is first used for a load, and then saves in the background."""
     engine = saving(1)
     advance(engine, ctx, BEFORE)
     engine.save_checkpoint(directory)

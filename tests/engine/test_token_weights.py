@@ -1,4 +1,4 @@
-"""`loss_normalization: "tokens"`: the loss of a step is the mean over its tokens, however they lie in microbatches."""
+"""`loss_normalization: "tokens"`: the loss of a step is the mean over its tokens, for any split into microbatches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def batch_of(number: int) -> dict[str, Tensor]:
-    """Other lengths and other masks each; the last one of all has nothing to learn."""
+    """Return batches with different lengths and masks; the very last one has no loss tokens."""
     batch = BATCHES["left padded"](number, 24 - 5 * number)
     labels = batch["labels"].clone()
     labels[:, : 3 * number] = -100

@@ -1,4 +1,4 @@
-"""A run that trains LoRA adapters alone: the estimate is what the real engine takes, rehearsed."""
+"""Runs that train only LoRA adapters: the estimate matches a dry run of the engine."""
 
 from __future__ import annotations
 

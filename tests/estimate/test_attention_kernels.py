@@ -1,4 +1,4 @@
-"""The kernels of attention: which torch takes, and what each keeps."""
+"""Attention kernels: which one torch selects, and the tensors that each saves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
 
 
 def test_dropout_of_scores_takes_no_memory_where_a_kernel_is_fused() -> None:
-    """CPUs have no kernel for it, GPUs have: what an estimate says of a GPU must not depend on it."""
+    """CPUs have no kernel for it, GPUs do: the estimate for a GPU must not depend on the local device."""
     peaks = {}
     for dropout in (0.0, 0.1):
         model = GPT2Config(

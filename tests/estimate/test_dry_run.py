@@ -1,4 +1,4 @@
-"""A rehearsed run holds what a real one holds, to the byte."""
+"""A dry run allocates the same bytes as a real run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_more_ranks_hold_less() -> None:
 
 
 def test_a_microbatch_is_as_large_as_the_batch_says() -> None:
-    """The same four sequences a rank and microbatch, by either key."""
+    """The same four sequences per rank and microbatch, set by either key."""
     total = {key: value for key, value in config_of(1).items() if key != "train_micro_batch_size_per_gpu"}
     said, left_out = (
         dry_run(build_on_meta(load_config("default")), load(config), world=2, sequence=SEQUENCE)
@@ -70,7 +70,7 @@ def test_a_microbatch_is_as_large_as_the_batch_says() -> None:
 
 
 def kept_by_optimizer() -> int:
-    """Bytes of its gradients and states; and of this rank's weights, which it has for itself in other memory."""
+    """Return the bytes of gradients and states, and of this rank's weights if they are stored separately."""
     held = rehearsed("2, optimizer offloaded", one_memory=True).between
     return held.optimizer + held.gradients + held.parameters // WORLD
 

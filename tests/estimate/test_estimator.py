@@ -1,4 +1,4 @@
-"""The estimate says what the rehearsal finds: states to the byte, peaks within five percent."""
+"""The estimate matches the dry run: states to the byte, peaks within five percent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_estimate_is_what_a_rehearsal_finds(estimator: Estimator, name: str) 
 
 
 def test_blocks_that_are_alike_are_traced_once(estimator: Estimator) -> None:
-    """And a model of any depth is the sum of them."""
+    """A model of any depth is then the sum of its blocks."""
     config = load_config("default")
     config.num_hidden_layers = 4
     few = Estimator(config).estimate(load(config_of(0)), 1, sequence=SEQUENCE)
@@ -71,7 +71,7 @@ def test_ranks_that_cannot_be(estimator: Estimator) -> None:
 
 
 def test_experts_in_fp32() -> None:
-    """The meta kernel of their products takes bf16 only."""
+    """The meta kernel of their products supports only bf16."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_local_experts": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
     made = Estimator(MixtralConfig(**sizes, **heads, max_position_embeddings=64))
@@ -141,7 +141,7 @@ def test_the_ranks_of_replicas_are_those_of_a_run_of_its_own() -> None:
 
 @pytest.mark.parametrize(("schedule", "tp"), [("1f1b", 1), ("zbv", 2)])
 def test_a_head_that_is_tied_to_the_embedding_is_on_another_stage(schedule: str, tp: int) -> None:
-    """Each gets its gradient in the backward of its own stage; a layer with its own backward adds in place."""
+    """Each gets its gradient in its own stage's backward; a layer with a custom backward accumulates in place."""
     model = GPT2Config(n_embd=128, n_layer=4, n_head=4, vocab_size=51_200, n_positions=256)
     config = load(
         {
@@ -161,7 +161,7 @@ def test_a_head_that_is_tied_to_the_embedding_is_on_another_stage(schedule: str,
 
 
 def test_what_waits_for_a_backward_does_not_grow_with_microbatches() -> None:
-    """A stage holds as many as the schedule has under way: nothing of a microbatch stays behind its backward."""
+    """A stage holds as many microbatches as the schedule has in flight; nothing of one outlives its backward."""
     model = GPT2Config(n_embd=128, n_layer=4, n_head=4, vocab_size=8_192, n_positions=512)
     estimator = Estimator(model)
     for schedule in ("1f1b", "zbv"):

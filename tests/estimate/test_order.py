@@ -1,4 +1,4 @@
-"""An estimate goes through a step as the engine does: the same actions, gathers and reductions in the same order."""
+"""The estimate executes a step like the engine: the same actions, gathers and reductions in the same order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DP = 2
 
 
 class Recording:
-    """What a step does. `step` begins it anew, so it is the last step that is left."""
+    """Records the events of a step. `step` clears it, so it holds the last step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
@@ -41,7 +41,7 @@ class Recording:
             self._note(FlatState, name, lambda state, name=name: f"{name} {state.flat.name}")
 
     def step_is(self, owner: Any, name: str) -> None:
-        """A call of this is a step."""
+        """Treat each call of this as a step."""
         run = getattr(owner, name)
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,10 @@ class Recording:
         self._monkeypatch.setattr(owner, name, step)
 
     def taken(self) -> list[str]:
-        """The events of the last step. Which unit is gathered or freed first of several is up to the unsharder."""
+        """Return the events of the last step.
+
+        The unsharder determines which of several units is gathered or freed first.
+        """
         events = [event for event in self.events if event]
         self.events.clear()
         runs = (list(run) for _, run in groupby(events, lambda event: event.partition(" ")[0]))
@@ -89,7 +92,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 def orders(
     estimator: Estimator, recording: Recording, config: Config, world: int, rank: int
 ) -> tuple[list[str], list[str]]:
-    """What the estimate does in a step, and what the engine does."""
+    """Return the events of a step in the estimate, and in the engine."""
     estimator.estimate(config, world, rank, SEQ)
     estimated = recording.taken()
     dry_run.dry_run(estimator.copy(), config, world=world, rank=rank, sequence=SEQ)
@@ -154,7 +157,7 @@ def test_one_stage(estimator: Estimator, recording: Recording, stage: int, accum
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_what_rests_on_nvme(estimator: Estimator, recording: Recording, pipelined: bool) -> None:
-    """The optimizer reads, steps and lets go of buffers in the same order."""
+    """The optimizer reads, steps and frees buffers in the same order."""
     tier = NVME | {"pipeline_read": pipelined, "pipeline_write": pipelined}
     offload = {"offload_optimizer": tier, "offload_param": NVME | {"max_in_cpu": 0}}
     config = config_of(3, {**EVERY_UNIT_FREED, **offload})
@@ -167,7 +170,7 @@ def test_what_rests_on_nvme(estimator: Estimator, recording: Recording, pipeline
 def test_parameters_are_freed_before_what_was_put_off_is_reduced(
     estimator: Estimator, recording: Recording, schedule: str
 ) -> None:
-    """Else both are held at once: the gathered parameters of a rank, and the buffers that its gradients travel in."""
+    """Otherwise a rank holds both at once: its gathered parameters, and the gradient buffers for communication."""
     config = config_of(3, EVERY_UNIT_FREED, pipeline={"stages": 2, "schedule": schedule})
     for events in orders(estimator, recording, load(config), 2 * DP, 0):
         freed = [at for at, event in enumerate(events) if event.startswith("reshard")]

@@ -1,4 +1,4 @@
-"""The estimator beside papers, and the page that says so."""
+"""The estimator compared with papers, and the generated page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each script of examples/ does what it shows."""
+"""Each script of examples/ works as shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def said(name: str, directory: Path, ranks: int = 2) -> str:
-    """What an example prints, on CPU ranks that write to `directory`."""
+    """Return the output of an example, run on CPU ranks that write to `directory`."""
     flags = ["--num_gpus", str(ranks), "--device", "cpu", str(EXAMPLES / name)]
     done = launch(*flags, cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr

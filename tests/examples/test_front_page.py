@@ -1,4 +1,4 @@
-"""What the README and the guides show is what happens: their commands and programs, run as they stand there."""
+"""The README and the guides are correct: their commands and programs are run unchanged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ README = ROOT / "README.md"
 
 
 def blocks(page: Path, heading: str, language: str = "") -> list[str]:
-    """The fenced blocks of one language under a heading."""
+    """Return the fenced blocks of one language under a heading."""
     section = page.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(rf"^```{language}\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 
 
 def commands(block: str) -> str:
-    """What is typed in a block: lines behind `$ `, and those that go on with them by an indent."""
+    """Return the commands of a block: lines after `$ `, and their indented continuation lines."""
     typed, going_on = [], False
     for line in block.splitlines():
         going_on = line.startswith("$ ") or (going_on and line.startswith("  "))
@@ -30,7 +30,7 @@ def commands(block: str) -> str:
 
 
 def run(script: str, directory: Path) -> str:
-    """The output of a shell script in which `launch` is this tree's."""
+    """Return the output of a shell script in which `launch` is this tree's."""
     function = f'launch() {{ "{sys.executable}" -m launcher.cli.main "$@"; }}\nset -e\n'
     done = subprocess.run(
         ["bash", "-c", function + script],
@@ -46,7 +46,7 @@ def run(script: str, directory: Path) -> str:
 
 @pytest.mark.full
 def test_sixty_seconds_and_what_follows(tmp_path: Path) -> None:
-    """Train, fine-tune on that, and generate from the export."""
+    """Train, fine-tune the result, and generate from the export."""
     (first,) = blocks(README, "Sixty seconds")
     text = run(commands(first), tmp_path)
     assert "using the example" in text and "6,562,048 parameters" in text

@@ -1,4 +1,4 @@
-"""Losses of routers over the global batch: what one process computes of one large batch."""
+"""Router losses over the global batch equal those of one process on one large batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS, LR, LENGTH, ROWS = 3, 0.05, 13, 2
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """ROWS sequences, each with some padding: where they end differs."""
+    """Return ROWS sequences with padding of different lengths."""
     ids = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
     mask = torch.ones_like(ids)
     mask[:, LENGTH - 3 :] = 0
@@ -78,7 +78,7 @@ def truth(z_loss: float) -> Trained:
 @pytest.mark.key("expert_parallel.global_balance_loss", "expert_parallel.router_z_loss_coef")
 @pytest.mark.parametrize(("size", "accumulation", "z_loss"), [(1, 1, 0.0), (2, 1, 0.1), (1, 2, 0.1)])
 def test_it_is_that_of_one_large_batch(pool: WorkerPool, size: int, accumulation: int, z_loss: float) -> None:
-    """Microbatches of a step count, too: here all are the same."""
+    """This includes the microbatches of a step, which are all the same here."""
     losses, norms, weights = truth(z_loss)
     for found in pool.run(trained, ROWS, size, accumulation, z_loss):
         assert found[0] == pytest.approx(losses, rel=1e-6)
@@ -88,7 +88,7 @@ def test_it_is_that_of_one_large_batch(pool: WorkerPool, size: int, accumulation
 
 
 def replayed(ctx: RankContext, every: int) -> list[float]:
-    """The losses where microbatches differ, and each sees the tokens of those before it."""
+    """Return the losses if microbatches differ, and each includes the tokens of the previous ones."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,

@@ -1,4 +1,4 @@
-"""Checkpoints of spread experts go to other degrees; the model that is exported is whole."""
+"""Expert-parallel checkpoints load at other degrees; the exported model is complete."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def loaded(ctx: RankContext, directory: Path, sections: dict[str, Any]) -> tuple
 
 
 def test_checkpoints_go_to_other_degrees_bit_for_bit(pool: WorkerPool, tmp_path: Path) -> None:
-    """ep 2 over 4 ranks -> ep 4 at stage 3, one rank, tp 2; the next loss is the same on each."""
+    """ep 2 over 4 ranks -> ep 4 at stage 3, one rank, tp 2; the next loss is equal on each."""
     wanted = pool.run(saved, 4, tmp_path, 2, 2)[0]
     losses = []
     for world, sections in (
@@ -92,7 +92,7 @@ def exported(ctx: RankContext, family: str, stage: int, directory: Path) -> dict
 def test_experts_are_written_as_the_hub_has_them(
     pool: WorkerPool, tmp_path: Path, family: str, stage: int
 ) -> None:
-    """The same tensors under the same names as save_pretrained() of transformers writes, one for each expert."""
+    """Writes the same tensors and names as save_pretrained() of transformers, one per expert."""
     wanted = pool.run(exported, 2, family, stage, tmp_path / "ours")[0]
     model = model_of(family)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Experts on sorted rows make of them what transformers' own implementations do, with the same gradients."""
+"""Experts on sorted rows match transformers' own implementations, including gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAIRS = 20
 
 
 def computed(experts: Any, implementation: str, index: Tensor) -> list[Tensor]:
-    """Output, and the gradients of the rows and of all parameters."""
+    """Return the output, and the gradients of the rows and of all parameters."""
     experts.config._experts_implementation_internal = implementation
     rows = torch.randn(len(index), 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
     out = experts(rows, index, torch.ones(len(index), 1))

@@ -1,4 +1,4 @@
-"""Tokens to experts and back: values, gradients and bytes, whoever gets how many."""
+"""Token dispatch and combine: values, gradients and bytes, for any distribution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ K, WIDTH, EXPERTS = 2, 3, 5
 
 
 def inputs(rank: int, index: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden [T, WIDTH], index [T, K], weights [T, K]) of a rank."""
+    """Return (hidden [T, WIDTH], index [T, K], weights [T, K]) of a rank."""
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(len(index), WIDTH, generator=generator).requires_grad_()
     weights = torch.rand(len(index), K, generator=generator).requires_grad_()
@@ -29,14 +29,14 @@ def inputs(rank: int, index: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mixed(hidden: Tensor, index: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
-    """What one process makes of it: expert e multiplies by scales[e]; a number that is none gives 0."""
+    """Return the result of one process: expert e multiplies by scales[e]; an invalid index gives 0."""
     known = (index >= 0) & (index < EXPERTS)
     factor = (scales[index.clamp(0, EXPERTS - 1)] * weights * known).sum(1, keepdim=True)
     return hidden * factor
 
 
 def exchanged(ctx: RankContext, indices: list[list[list[int]]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(output, gradients of hidden, weights and this rank's scales)."""
+    """Return (output, gradients of hidden, weights and this rank's scales)."""
     ep = Mesh.build(DEVICE).split_for_experts(2)[1]
     hidden, index, weights = inputs(ep.rank, indices[ep.rank])
     scales = torch.arange(1.0, EXPERTS + 1)[slice(0, 3) if ep.rank == 0 else slice(3, 5)].requires_grad_()
@@ -81,8 +81,9 @@ def test_results_and_gradients_are_those_of_one_process(
 
 
 def in_16_bits(ctx: RankContext, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(output, gradient of the weights) of hidden states in bf16 and weights in another dtype, of experts that change
-    nothing."""
+    """Return (output, gradient of the weights) for bf16 hidden states and weights of another dtype, with identity
+    experts.
+    """
     ep = Mesh.build(DEVICE).split_for_experts(2)[1]
     hidden, index, weights = inputs(ep.rank, [[0, 4], [3, 1], [2, 0]])
     weights = weights.detach().to(wide).requires_grad_()
@@ -105,7 +106,7 @@ def test_sums_of_16_bits_are_rounded_once(pool: WorkerPool, wide: torch.dtype) -
 
 
 def sent(ctx: RankContext) -> dict[str, tuple[int, int, int]]:
-    """Tag -> (bytes that take part in the forward, of these sent, of the backward sent)."""
+    """Return tag -> (bytes in the forward, bytes sent in the forward, bytes sent in the backward)."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -130,7 +131,7 @@ def sent(ctx: RankContext) -> dict[str, tuple[int, int, int]]:
 
 
 def test_bytes_are_tokens_times_experts_times_width(pool: WorkerPool) -> None:
-    """Each token takes all 4 experts, half of which are on the other rank; there and back, forward and backward."""
+    """Each token uses all 4 experts, half of which are on the other rank; both directions, forward and backward."""
     layers, tokens, k, width, experts = 2, 16, 4, 32, 4
     rows = layers * tokens * k * width * 4
     for found in pool.run(sent, 2):

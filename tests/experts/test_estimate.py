@@ -1,4 +1,4 @@
-"""The estimate of spread experts is what the engine does, rehearsed."""
+"""The estimate for expert parallelism matches a dry run of the engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_estimate_is_what_the_engine_does(stage: int, size: int, more: dict[
 
 
 def uneven(ctx: RankContext, config: dict[str, Any]) -> tuple[int, float]:
-    """(the peak of a step that is really computed, the load of the busiest rank), with routers that have favourites."""
+    """Return (the peak of a real step, the load of the busiest rank), with skewed routers."""
     model = MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS)).train()
     model.model.embed_tokens.weight.data += 0.02
     for layer in model.model.layers:  # which positive hidden states like
@@ -69,7 +69,7 @@ def uneven(ctx: RankContext, config: dict[str, Any]) -> tuple[int, float]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_estimate_at_a_measured_load(pool: WorkerPool, stage: int) -> None:
-    """Of the rank that needs most; and an even load would be told as too little."""
+    """For the most loaded rank; with a uniform load the estimate would be too low."""
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

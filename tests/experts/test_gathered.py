@@ -1,4 +1,4 @@
-"""Experts that are not spread, at ZeRO 3: ranks use different ones, and nobody waits for a gather of another."""
+"""Replicated experts at ZeRO 3: ranks use different ones, and no rank waits for another's gather."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ WIDTH, EXPERTS, STEPS, LR = 8, 4, 3, 0.1
 
 
 class Block(nn.Module):
-    """Experts that are modules of their own, as in models that do not come from transformers: those without tokens are
-    not called."""
+    """Experts as separate modules, as in models outside of transformers; those without tokens are not called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Directories that store each expert by itself are read by slice: a rank reads the experts that it keeps."""
+"""Directories that store each expert separately are read by slice: a rank reads only its own experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_fused_tensors_are_read_by_boxes(tmp_path: Path, family: str) -> None:
 
 
 def loaded(ctx: RankContext, directory: Path, size: int) -> tuple[dict[str, Tensor], int, str]:
-    """(weights, elements of experts that were read, how they were found)."""
+    """Return (weights, expert elements that were read, how they were found)."""
     made = model_with_source(load_config(str(directory)), str(directory), from_scratch=False, seed=0)
     read, elements = SafetensorsSource.read_box, 0
 

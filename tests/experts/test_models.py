@@ -1,4 +1,4 @@
-"""Spread experts beside the rest: adapters, generation, a script of the Trainer, refusals, and their load."""
+"""Expert parallelism with other features: adapters, generation, a Trainer script, errors, and the load."""
 
 from __future__ import annotations
 
@@ -83,8 +83,10 @@ def adapted(
     ],
 )
 def test_adapters_of_a_mixture(pool: WorkerPool, of: str, stage: int, size: int, implementation: str) -> None:
-    """Of attention: the first layer's experts have neither gradients of their own nor of what they are given. Of the
-    experts' own parameters: each rank has some of the rows that are adapted."""
+    """Adapters on attention: the first layer's experts get neither weight nor input gradients.
+
+    Adapters on expert parameters: each rank has some of the adapted rows.
+    """
     model = with_adapters(of)
     sgd, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR), []
     for step in range(2):
@@ -155,8 +157,10 @@ def counted(ctx: RankContext, size: int, factor: float, png: Path) -> tuple[dict
 
 @pytest.mark.parametrize(("size", "factor"), [(1, 0.0), (2, 0.0), (2, 1.0)])
 def test_the_load_of_experts(pool: WorkerPool, tmp_path: Path, size: int, factor: float) -> None:
-    """All tokens of both ranks go to one of four experts; those of an evaluation do not count. With a capacity of an
-    even share it takes 3 of each 10."""
+    """All tokens of both ranks go to one of four experts; evaluation tokens do not count.
+
+    With a capacity factor of 1 it takes 3 of every 10.
+    """
     png = tmp_path / "experts.png"
     for told, total in pool.run(counted, 2, size, factor, png):
         wanted = {"expert_load": 4.0, "expert_entropy": 0.0}
@@ -182,7 +186,7 @@ def biases_of(model: Any) -> list[Tensor]:
 
 
 def balanced(ctx: RankContext, size: int, directory: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """The biases after two steps, and as the checkpoint gives them back."""
+    """Return the biases after two steps, and after loading them from the checkpoint."""
     sections = {"size": size, "bias_update_rate": RATE}
     engine = engine_of(model_of("groups and dense layers"), **sections)
     for step in range(2):
@@ -202,7 +206,7 @@ def balanced(ctx: RankContext, size: int, directory: Path) -> tuple[list[Tensor]
 @pytest.mark.key("expert_parallel.bias_update_rate")
 @pytest.mark.parametrize("size", [1, 2])
 def test_biases_follow_the_load(pool: WorkerPool, tmp_path: Path, size: int) -> None:
-    """Each expert's by the sign of what it is short of, of the tokens of all ranks; evaluations do not count."""
+    """Each expert's bias follows the sign of its load deficit over all ranks' tokens; evaluations do not count."""
     model = model_of("groups and dense layers")
     bias = biases_of(model)[0]
     layer = model.model.layers[1].mlp
@@ -252,7 +256,7 @@ def test_a_sample_is_as_the_table_says(pool: WorkerPool, kind: str) -> None:
 
 @pytest.mark.full  # the Trainer's other scenarios are in tests/integrations
 def test_a_script_of_the_trainer(tmp_path: Path) -> None:
-    """Losses and the saved model are those of the same script on one process, without a JSON."""
+    """Losses and the saved model match the same script on one process without a JSON."""
     config = tmp_path / "ds_config.json"
     config.write_text(
         json.dumps({**AUTOS, "zero_optimization": {"stage": 1}, "expert_parallel": {"size": 2}})

@@ -1,4 +1,4 @@
-"""Experts that are spread over ranks: losses, gradient norms and weights of one process in fp64, to 1e-6."""
+"""Expert parallelism: losses, gradient norms and weights match one process in fp64 to 1e-6."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHARED = {"sequence_parallel_size", "context_parallel"}
 
 
 class Case(NamedTuple):
-    """A way to spread experts."""
+    """A configuration of expert parallelism."""
 
     size: int = 2
     stage: int = 0
@@ -43,7 +43,7 @@ Trained = tuple[list[float], list[float], dict[str, Tensor]]
 
 
 def trained(ctx: RankContext, family: str, case: Case, rows: int) -> Trained:
-    """(losses, gradient norms, weights) after a few steps."""
+    """Return (losses, gradient norms, weights) after a few steps."""
     zero = {"stage": case.stage, "stage3_param_persistence_threshold": 0}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -70,7 +70,7 @@ def trained(ctx: RankContext, family: str, case: Case, rows: int) -> Trained:
 
 @cache
 def truth(family: str, rows: int, capacity: float | None = None) -> Trained:
-    """The same in plain PyTorch, on one process."""
+    """Return the same from plain PyTorch on one process."""
     model = model_of(family).double()
     if capacity is not None:
         limit(model, capacity, whole=True)
@@ -116,7 +116,7 @@ def test_every_kind_of_experts(pool: WorkerPool, family: str) -> None:
     ("biases", Case(size=4, stage=2, capacity=0.6, more=(("tensor_parallel", {"autotp_size": 2}),)), 4),
 ])  # fmt: skip
 def test_a_capacity(pool: WorkerPool, family: str, case: Case, world: int) -> None:
-    """Each batch of a rank by itself, as in one process; and it makes a difference."""
+    """It applies to each batch of a rank, as in one process, and it has an effect."""
     check(pool, family, case, world)
     assert truth(family, 2, case.capacity)[0] != pytest.approx(truth(family, 2)[0], rel=1e-5)
 
@@ -152,7 +152,7 @@ MATRIX = [
     [*MATRIX[:3], *(pytest.param(*row, marks=pytest.mark.full) for row in MATRIX[3:-4]), *MATRIX[-4:]],
 )
 def test_ways_to_spread(pool: WorkerPool, family: str, case: Case, world: int) -> None:
-    """Degrees, stages, kernels, offload, recomputation, stages of a pipeline and shared sequences: a covering."""
+    """A covering of degrees, stages, kernels, offload, recomputation, pipeline stages and sequence parallelism."""
     check(pool, family, case, world)
 
 
@@ -183,7 +183,7 @@ def by_muon(ctx: RankContext, family: str, size: int, stage: int) -> tuple[list[
     ("plain", 2, 2, 1), ("biases", 2, 4, 3), pytest.param("uneven", 2, 4, 2, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_muon_steps_each_expert(pool: WorkerPool, family: str, size: int, world: int, stage: int) -> None:
-    """The matrix of an expert is whole on the ranks that have it: the result is that of experts that are not spread."""
+    """An expert's matrix is complete on its ranks, so the result equals that without expert parallelism."""
     wanted = pool.run(by_muon, world, family, 1, 1)[0]
     found = pool.run(by_muon, world, family, size, stage)[0]
     assert found[0] == pytest.approx(wanted[0], rel=1e-5)
@@ -192,7 +192,7 @@ def test_muon_steps_each_expert(pool: WorkerPool, family: str, size: int, world:
 
 
 def size_of(ctx: RankContext, section: dict[str, Any]) -> tuple[int, str]:
-    """(experts of a layer on this rank, what the line of ranks says)."""
+    """Return (experts of a layer on this rank, the description of the ranks)."""
     config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": section}
     engine: Any = launcher.initialize(model=model_of("plain"), config=config, device=DEVICE)[0]
     found = engine.module.model.layers[0].mlp.experts.num_experts, ranks(engine)

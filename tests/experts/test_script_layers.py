@@ -1,4 +1,4 @@
-"""`deepspeed.moe.layer.MoE`: layers of experts that a script builds train as they do in one process."""
+"""`deepspeed.moe.layer.MoE`: expert layers that a script builds train as in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS, LR = 3, 0.1
 
 
 class Case(NamedTuple):
-    """A kind of layer, and a way to train it."""
+    """A kind of layer, and a training configuration."""
 
     ep_size: int = 2
     stage: int = 0
@@ -48,7 +48,7 @@ def fresh(case: Case) -> Classifier:
 
 
 def build(case: Case) -> Classifier:
-    """The experts of a layer begin alike; here they do not, so that their order matters."""
+    """Build the layer. Experts start with equal values in DeepSpeed; here they differ, so that their order matters."""
     model = fresh(case)
     for number, (name, parameter) in enumerate(model.named_parameters()):
         if "experts" in name:
@@ -97,7 +97,7 @@ def trained(ctx: RankContext, case: Case, own_optimizer: bool = False) -> Traine
 
 @cache
 def truth(case: Case, rows: int) -> Trained:
-    """A module as it is, each batch of a rank by itself: a capacity is of those."""
+    """Train the module itself, each rank's batch separately, since a capacity applies to those."""
     model = build(case._replace(ep_size=1))
     return plain_steps(
         model, lambda step: sum(model(*batch(step, row)) for row in range(rows)) / rows, STEPS, LR
@@ -149,7 +149,7 @@ def test_state_dicts_name_experts_one_by_one() -> None:
 
 
 def resumed(ctx: RankContext, directory: str, ep_size: int, save: bool) -> tuple[float, tuple[Any, ...]]:
-    """(the loss of the next step, what deepspeed.utils.groups says)."""
+    """Return (the loss of the next step, the results of deepspeed.utils.groups)."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
@@ -231,7 +231,7 @@ def test_what_is_exported_names_experts_one_by_one(pool: WorkerPool, tmp_path: P
 
 
 class OddExpert(nn.Module):
-    """With a number, a module that is tied to another one, and two outputs."""
+    """Has a number, a module tied to another one, and two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def odd_model(ep_size: int) -> Any:
 
 
 def odd(ctx: RankContext, rows: list[int]) -> tuple[float, str]:
-    """(the loss of this rank, what loading a state dict says)."""
+    """Return (the loss of this rank, the result of loading a state dict)."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -309,7 +309,7 @@ def test_a_function_reaches_every_expert() -> None:
 
 
 def other_layers(ctx: RankContext) -> str:
-    """Each rank calls one of two layers only."""
+    """Each rank calls only one of two layers."""
     config = {"train_micro_batch_size_per_gpu": 2}
     engine: Any = launcher.initialize(model=build(Case()), config=config, device=DEVICE)[0]
     x, layers = batch(0, ctx.rank)[0], engine.module.layers
@@ -391,8 +391,9 @@ def test_the_heaviest_pairs_are_kept() -> None:
 
 
 def made_on_meta(ctx: RankContext, case: Case) -> tuple[float, bool, int]:
-    """(a loss of the same tokens on all ranks, whether the experts of the first layer begin alike, names in a state
-    dict, whose tensors have no values)."""
+    """Return (a loss of the same tokens on all ranks, whether the first layer's experts start equal, names in a state
+    dict of meta tensors).
+    """
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},

@@ -1,4 +1,4 @@
-"""`deepspeed.ops.op_builder`: nothing is built, and what has no counterpart says so."""
+"""`deepspeed.ops.op_builder`: nothing is compiled, and builders without a counterpart raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences in chunks: the values and gradients of the whole."""
+"""Chunked sequences give the values and gradients of the full sequence."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_chunks_are_whole() -> None:
 
 
 def test_many_chunks_round_no_more_than_one() -> None:
-    """In bf16, what the chunks add to the gradients of weights is summed in fp32."""
+    """With bf16, weight gradients of the chunks are summed in fp32."""
     given = [
         one.detach().bfloat16().requires_grad_()
         for one in weights((1024, 1, 16), (16, 16), (16,), (16, 16), (16,))
@@ -104,7 +104,7 @@ def test_losses(pool: WorkerPool, ranks: int) -> None:
 
 
 def check_attention(ctx: RankContext) -> None:
-    """Four heads of queries, two of keys; half of each head is rotated."""
+    """Four query heads, two key heads; half of each head is rotated."""
     ranks, rank, width = ctx.world, ctx.rank, 4
     shapes = ((LENGTH, BATCH, HIDDEN), (8 * width, HIDDEN), (8 * width,), (HIDDEN, 4 * width))
     x, qkv, bias, dense = (one.detach().double().requires_grad_() for one in weights(*shapes))

@@ -1,4 +1,4 @@
-"""`DeepSpeedConfigModel` and names of DeepSpeed's files: what programs build on, without an engine."""
+"""`DeepSpeedConfigModel` and names of DeepSpeed's files that programs use without an engine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_files_of_ranks_come_in_their_order(tmp_path: Path) -> None:
 
 
 def test_zenflow_is_a_section_of_its_own() -> None:
-    """DeepSpeed's class of that name, by which scripts ask what they were given."""
+    """Scripts check their configuration with DeepSpeed's class of that name."""
     zero = DeepSpeedZeroConfig(stage=2, zenflow={"topk_ratio": 0.25, "select_interval": 4})
     assert isinstance(zero.zenflow, DeepSpeedZenFlowConfig)
     assert (zero.zenflow.topk_ratio, zero.zenflow.select_interval) == (0.25, 4)

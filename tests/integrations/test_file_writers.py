@@ -1,4 +1,4 @@
-"""`deepspeed.io`: what torch.save writes to."""
+"""`deepspeed.io`: writers for torch.save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of tokens in Megatron's two files: what was written is read, and what is cut off is an error."""
+"""Token rows in Megatron's two files: data round-trips, and truncated files are an error."""
 
 from __future__ import annotations
 

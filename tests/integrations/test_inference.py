@@ -1,4 +1,4 @@
-"""`deepspeed.init_inference`: the model itself, in a dtype."""
+"""`deepspeed.init_inference` returns the model itself, in a dtype."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_dtype_is_half_where_none_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"mp_size": 2}, "mp_size=2 is not available"),
+        ({"mp_size": 2}, "mp_size=2 is not supported"),
         ({"tensor_parallel": {"tp_size": 4}}, "tensor_parallel="),
         ({"quant": {"enabled": True}}, "quant="),
         ({"checkpoint": "weights.json"}, "checkpoint='weights.json'"),

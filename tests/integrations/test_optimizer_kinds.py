@@ -1,4 +1,4 @@
-"""What scripts ask of `engine.optimizer` by the classes of DeepSpeed, and the names of experts where there are none."""
+"""isinstance checks of `engine.optimizer` with DeepSpeed's classes, and expert names without experts."""
 
 from __future__ import annotations
 

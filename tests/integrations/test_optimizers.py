@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers are classes, and step as those of the JSON do."""
+"""DeepSpeed's optimizers are classes, and step like those of the JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PAIRS: dict[str, tuple[Make, dict[str, Any]]] = {
 
 
 def trained(ctx: RankContext, name: str, mine: bool) -> tuple[dict[str, Tensor], bool]:
-    """Weights after three steps; whether they were taken in one pass."""
+    """Return the weights after three steps, and whether the steps were fused."""
     make, section = PAIRS[name]
     model = stack()
     arguments = {"optimizer": make(model.parameters())} if mine else {}
@@ -55,7 +55,7 @@ def test_they_step_as_the_json_says(pool: WorkerPool, name: str) -> None:
 
 
 def states(ctx: RankContext) -> None:
-    """bfloat16 moments by the argument, where the JSON does not say otherwise."""
+    """Check the dtype of moments: bfloat16 by the argument, unless the JSON sets another."""
     low = {"enabled": True, "bf16_master_weights_and_grads": True}
     model = stack()
     narrow = optimizers.DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)

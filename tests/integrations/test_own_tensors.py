@@ -1,4 +1,4 @@
-"""What scripts cut, send, scale and write themselves with DeepSpeed's helpers."""
+"""Tensors that scripts split, send, scale and write themselves with DeepSpeed's helpers."""
 
 from __future__ import annotations
 

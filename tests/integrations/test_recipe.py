@@ -1,4 +1,4 @@
-"""The Trainer's recipe, as docs/guides/trainer.md shows it."""
+"""The Trainer's recipe, as shown in docs/guides/trainer.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_guide_shows_the_recipe() -> None:
 
 
 def test_the_recipe_trains_and_saves(tmp_path: Path) -> None:
-    """The guide's command, with fewer steps."""
+    """Runs the guide's command with fewer steps."""
     (tmp_path / "hf_trainer.py").write_text(RECIPE.read_text().replace("max_steps=30", "max_steps=10"))
     config = str(ROOT / "ds_configs" / "hf_zero3.json")
     done = launch("--config", config, "--num_gpus", "2", "--device", "cpu", "hf_trainer.py", cwd=tmp_path)

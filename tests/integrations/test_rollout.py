@@ -35,7 +35,7 @@ def tokenizer(end: int | None = None, pad: int | None = PAD) -> Any:
 
 
 def greedy(end: int | None = None) -> Tensor:
-    """What the model generates in one process."""
+    """Return what the model generates in one process."""
     return (
         tiny_llama()
         .eval()

@@ -1,4 +1,4 @@
-"""What names of DeepSpeed's do: the device, collectives, configuration, schedules, random numbers, estimates, tiles."""
+"""DeepSpeed names that work here: device, collectives, configuration, schedules, random numbers, estimates, tiles."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_grid_of_a_topology(pool: WorkerPool) -> None:
 
 
 def grid_of_an_engine(ctx: RankContext, axes: dict[str, Any]) -> list[Any]:
-    """This rank's place, and the ranks of its groups."""
+    """Return this rank's position, and the ranks of its groups."""
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, **axes}
     engine = launcher.initialize(model=tiny_llama(layers=2), config=config, device=DEVICE)[0]
     made = engine.grid
@@ -195,7 +195,7 @@ STAGES, SLICES = {"pipeline": {"stages": 2}}, {"tensor_parallel": {"autotp_size"
                             [1, 0, 1, 1, 3, [3], [1, 3], [2, 3], True, "no such group"]]),
 ], ids=["dp", "pp", "cp", "pp tp"])  # fmt: skip
 def test_a_grid_of_an_engine(pool: WorkerPool, axes: dict[str, Any], want: list[list[Any]]) -> None:
-    """Of the first and the last of four ranks."""
+    """Checks the first and the last of four ranks."""
     found = pool.run(grid_of_an_engine, 4, axes)
     assert [found[0], found[-1]] == want
 
@@ -320,7 +320,7 @@ def test_metrics_are_written_without_an_engine(tmp_path: Path) -> None:
 
 
 def test_one_forward_one_backward_by_hand() -> None:
-    """Two stages, three microbatches: the first stage as it is drawn everywhere."""
+    """Two stages, three microbatches: the first stage follows the textbook 1F1B schedule."""
     first = [[repr(one) for one in now] for now in pipe_schedule.TrainSchedule(3, 2, 0)]
     assert len(first) == 8
     computed = [[name.partition("(")[0][0] for name in now if "Pass" in name] for now in first]

@@ -1,4 +1,4 @@
-"""Parameters that two ranks share are whole inside of GatherReplacedLayerParams."""
+"""Parameters split over two ranks are complete inside GatherReplacedLayerParams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.pool.reference import tiny_llama
 
 
 def read(ctx: RankContext, stage: int) -> list[int]:
-    """How many parameters are split; all are whole inside, and as they were outside."""
+    """Return how many parameters are split; all are complete inside, and unchanged outside."""
     model = tiny_llama()
     want = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine = initialize(model=model, config=config_of(stage, tensor_parallel={"autotp_size": 2}))[0]

@@ -1,4 +1,4 @@
-"""What Hugging Face's libraries write into the JSON otherwise than it is meant."""
+"""JSON values that Hugging Face's libraries write in an unexpected form."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.zero.models import stack
 
 
 def test_a_path_in_one_key_is_a_section(caplog: pytest.LogCaptureFixture) -> None:
-    """TRL writes sizes so, and not as whole numbers."""
+    """TRL writes sizes this way, and not as integers."""
     given = {"zero_optimization": {"stage": 3}, "zero_optimization.reduce_bucket_size": 1024.0}
     assert _as_meant(given, 1) == {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1024}}
 
 
 @pytest.mark.parametrize(("world", "kept"), [(2, True), (4, False)])
 def test_ranks_that_share_a_sequence_are_counted_once(world: int, kept: bool) -> None:
-    """16 = 2 x 2 x 4 counts every rank of four; of two ranks it would be wrong, which the batch equation says."""
+    """16 = 2 x 2 x 4 counts every rank of four; for two ranks it would be wrong, which the batch equation reports."""
     given = {
         "tensor_parallel": {"autotp_size": 2},
         "train_batch_size": 16,
@@ -59,7 +59,7 @@ def test_a_model_is_split_as_the_call_says(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize(("degree", "kept"), [(2, False), (4, True)])
 def test_the_data_parallel_degree_that_follows_is_left_out(degree: int, kept: bool) -> None:
-    """Another one is refused, as a key that is not implemented."""
+    """Any other degree is refused as an unimplemented key."""
     given = {"tensor_parallel": {"autotp_size": 2}, "data_parallel_size": degree}
     assert ("data_parallel_size" in _as_meant(given, 4)) is kept
 
@@ -71,14 +71,14 @@ def dtypes_inside_init(ctx: RankContext, sections: dict[str, Any]) -> set[torch.
 
 
 def test_the_json_says_in_which_dtype_a_model_is_built(pool: WorkerPool) -> None:
-    """`auto` says nothing yet."""
+    """`auto` does not determine it yet."""
     cases = [("bf16", True, torch.bfloat16), ("fp16", True, torch.half), ("bf16", "auto", torch.float32)]
     for section, enabled, dtype in cases:
         assert pool.run(dtypes_inside_init, 1, {section: {"enabled": enabled}}) == [{dtype}]
 
 
 def marks(ctx: RankContext) -> list[list[int]]:
-    """Of every parameter: elements, elements on this rank, and how many of the marks are wrong."""
+    """Return, for every parameter, its elements, its elements on this rank, and the number of wrong attributes."""
     config = config_of(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 10})
     engine = initialize(model=stack(), config=config)[0]
     found = []
@@ -91,7 +91,7 @@ def marks(ctx: RankContext) -> list[list[int]]:
 
 
 def test_parameters_of_stage_3_are_marked(pool: WorkerPool) -> None:
-    """Sharded ones and small ones; libraries that count parameters read no others."""
+    """Covers sharded and small parameters; libraries that count parameters read only these attributes."""
     for found in pool.run(marks, 2):
         assert {numel <= 10 for numel, _, _ in found} == {True, False}
         for numel, here, wrong in found:

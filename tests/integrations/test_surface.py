@@ -1,4 +1,4 @@
-"""Every public name of DeepSpeed's has a verdict, and the page, the tables and the package say the same."""
+"""Every public DeepSpeed name has a verdict, and the page, the tables and the package agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_page_is_what_the_tables_say() -> None:
 
 
 def test_every_name_has_a_verdict_with_a_reason() -> None:
-    """A name that is not available is in a table by itself, or by its module; nothing falls through."""
+    """An unavailable name is in a table, by itself or by its module; none is missing."""
     lost = []
     for module, names in api_page.names().items():
         for name in names if api_page.detailed(module) else ():
@@ -83,7 +83,7 @@ def test_a_module_that_is_not_here_says_why() -> None:
 
 
 def test_tables_have_no_line_for_nothing() -> None:
-    """A line of DIFFERS is of a name that is here; one of REFUSED is not of a name that is."""
+    """A line of DIFFERS is about an available name; a line of REFUSED about an unavailable one."""
     known = {
         f"{module.removesuffix('.')}.{name}".lstrip(".")
         for module, names in api_page.names().items()

@@ -1,4 +1,4 @@
-"""Tiles of a sequence: the values and gradients of the function on everything, under every stage."""
+"""Tiles of a sequence give the values and gradients of the full function, at every stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HIDDEN, VOCABULARY, LENGTH = 6, 5, 7
 
 
 class Mlp(nn.Module):
-    """Counts the rows that its forward sees at a time."""
+    """Records the number of rows in each forward."""
 
     def __init__(self) -> None:
         super().__init__()

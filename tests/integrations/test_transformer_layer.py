@@ -1,4 +1,4 @@
-"""`DeepSpeedTransformerLayer` is a layer of BERT."""
+"""`DeepSpeedTransformerLayer` is a BERT layer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer and accelerate, PEFT's LoRA and TRL's trainers, unchanged, on our engine: two ranks beside one
-plain process.
+"""Hugging Face's Trainer and accelerate, PEFT's LoRA and TRL's trainers, unmodified, on our engine.
 
-Two launches take nearly all of the time, most of it for importing these libraries; all tests look at what they found.
+Two ranks are compared with one plain process. Two launches take nearly all of the time, mostly for imports; all tests
+check their results.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ AFTER_THE_STEP = ["json_hf", "cpu3"]  # the engine steps the schedule before the
 
 
 def kinds(names: list[str], rest: Sequence[str] = ()) -> list[Any]:
-    """Every scenario with an untied model and with a tied one; `make test` takes them in turns, but for the rest."""
+    """Return every scenario with an untied and with a tied model.
+
+    `make test` alternates between them, with exceptions.
+    """
     both = [(name, name + TIED) if at % 2 else (name + TIED, name) for at, name in enumerate(names)]
     others = [other for _, other in both] + [name + tied for name in rest for tied in ("", TIED)]
     return [*(one for one, _ in both), *(pytest.param(other, marks=pytest.mark.full) for other in others)]
 
 
 def run(directory: Path, ranks: int, names: list[str], script: str = SCRIPT) -> dict[str, Any]:
-    """What the scenarios of a script found on so many ranks."""
+    """Return the results of a script's scenarios on this number of ranks."""
     command = [sys.executable, "-m", "launcher.cli.main", "--num_gpus", str(ranks), "--device", "cpu", script]
     done = subprocess.run(
         [*command, str(directory), *names],
@@ -53,7 +56,7 @@ def run(directory: Path, ranks: int, names: list[str], script: str = SCRIPT) -> 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the scenarios that tests ask for found: ours on two ranks; plain ones and a resumed one on one."""
+    """Return the results of the requested scenarios: ours on two ranks; plain ones and a resumed one on one."""
     asked = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
     libraries = {name for name in asked if name.split()[0] in TRAINERS}
     script = TRL_SCRIPT if libraries else SCRIPT
@@ -78,7 +81,7 @@ LIMITS = {**DEEPSPEEDS_SCHEDULE, "bf16": 1e-3, "fp16": 3e-4, "json_hf": 1e-6, "c
 
 @pytest.mark.parametrize("name", kinds(ALIKE, ALIKE_REST))
 def test_training_is_that_of_one_process(results: dict[str, Any], name: str) -> None:
-    """Losses, norms of gradients and learning rates of five steps, the last of them with fewer microbatches."""
+    """Losses, gradient norms and learning rates of five steps, the last of them with fewer microbatches."""
     scenario, tied = name.removesuffix(TIED), TIED if name.endswith(TIED) else ""
     ours, plain = (
         found(results, name),
@@ -95,7 +98,9 @@ def test_training_is_that_of_one_process(results: dict[str, Any], name: str) -> 
 
 @pytest.mark.parametrize("name", kinds(["sp"]))
 def test_a_parallelism_config_shares_sequences(results: dict[str, Any], name: str) -> None:
-    """`TrainingArguments(parallelism_config=ParallelismConfig(sp_size=2))`, which is DeepSpeed's Ulysses elsewhere."""
+    """`TrainingArguments(parallelism_config=ParallelismConfig(sp_size=2))`, which otherwise selects DeepSpeed's
+    Ulysses.
+    """
     ours, plain = found(results, name), found(results, f"plain_{name}")
     assert ours["engine"] == "launcher.engine.engine" and len(ours["losses"]) == len(plain["losses"]) == 9
     for key in ("losses", "norms", "evaluated"):
@@ -130,7 +135,7 @@ def test_the_best_model_is_loaded_at_the_end_of_a_run_that_stops_early(
 
 @pytest.mark.parametrize("name", kinds(["saved"]))
 def test_weights_are_saved_whole_or_in_shards(results: dict[str, Any], name: str) -> None:
-    """Both can be read again: with from_pretrained at once, or through the script beside the checkpoint."""
+    """Both can be loaded: with from_pretrained directly, or with the script next to the checkpoint."""
     run = found(results, name)
     assert "model.safetensors" in run["files True"]
     assert {"global_step2", "latest", "zero_to_fp32.py"} <= set(run["files False"])
@@ -140,7 +145,7 @@ def test_weights_are_saved_whole_or_in_shards(results: dict[str, Any], name: str
 
 @pytest.mark.parametrize("name", kinds(["evaluated"]))
 def test_a_pretrained_model_is_read_into_shards(results: dict[str, Any], name: str) -> None:
-    """It evaluates as a plain one; a Trainer that would train with the engine of an evaluation is told."""
+    """It evaluates like a plain one; training with an evaluation engine is an error."""
     run = found(results, name)
     assert run["kinds"] == ["ShardedParameter"] and run["tied"] == name.endswith(TIED)
     assert run["before"] == pytest.approx(run["plain"], rel=1e-6)
@@ -172,7 +177,7 @@ def test_ranks_generate_as_many_tokens_as_each_wants(results: dict[str, Any], na
 @pytest.mark.parametrize("name", kinds(["accelerated"]))
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_loop_with_accelerate(results: dict[str, Any], name: str, stage: str) -> None:
-    """Accumulation, clipping, save_state and load_state, whole weights; both stages compute the same."""
+    """Covers accumulation, clipping, save_state and load_state, full weights; both stages give equal results."""
     run = found(results, name)
     assert run[stage]["again"] == run[stage]["losses"][4:]
     assert run[stage]["losses"] == pytest.approx(run["2"]["losses"], rel=1e-6)
@@ -191,13 +196,13 @@ TRAINERS = ("lora", "sft", "dpo")
 
 
 def plainly(name: str) -> str:
-    """The scenario of one plain process beside "KIND STAGE" or "KIND STAGE tied"."""
+    """Return the scenario of one plain process for "KIND STAGE" or "KIND STAGE tied"."""
     kind, _, *tied = name.split()
     return " ".join([kind, "plain", *tied])
 
 
 def stages_of(kind: str, library: str) -> list[Any]:
-    """Tied and untied at every stage; `make test` takes stage 3 tied, and of SFT stage 2 untied."""
+    """Return tied and untied models at every stage; `make test` uses stage 3 tied, and stage 2 untied for SFT."""
     there = importlib.util.find_spec(library) is not None
     marks = [pytest.mark.skipif(not there, reason=f"pip install {library}")]
     return [
@@ -230,7 +235,7 @@ def test_sft_trainer(results: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", stages_of("dpo", "trl"))
 def test_dpo_trainer(results: dict[str, Any], name: str) -> None:
-    """Against a reference model that does not learn: the margins are those of one process."""
+    """The reference model is frozen; the margins match those of one process."""
     ours, plain = found(results, name), found(results, plainly(name))
     check_alike(ours, plain, 3)
     assert ours["margins"][-1] != 0

@@ -1,5 +1,7 @@
-"""DeepSpeed's names for sequences that ranks share, as scripts use them: slices from the adapter, the loss put together
-by the script; attention of the script's own between exchanges."""
+"""DeepSpeed's API for sequence parallelism as scripts use it.
+
+Slices come from the adapter, the script combines the loss, or its own attention runs between all-to-alls.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def batches(kind: str, length: int) -> list[dict[str, Tensor]]:
 
 
 def trained_on_slices(ctx: RankContext, stage: int, kind: str, length: int) -> dict[str, Any]:
-    """A step of two microbatches: the first batch of each rank's loader."""
+    """Train a step of two microbatches: the first batch of each rank's loader."""
     model = model_of("grouped")
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
@@ -82,7 +84,7 @@ def trained_on_slices(ctx: RankContext, stage: int, kind: str, length: int) -> d
      pytest.param(1, "plain", 21, marks=pytest.mark.full)],
 )  # fmt: skip
 def test_slices_of_deepspeeds_adapter(pool: WorkerPool, stage: int, kind: str, length: int) -> None:
-    """Losses and weights are those of one process; real DeepSpeed lets packed documents see each other."""
+    """Losses and weights match one process; real DeepSpeed lets packed documents attend to each other."""
     found = pool.run(trained_on_slices, 2, stage, kind, length)
     model = model_of("grouped")
     losses = []
@@ -108,7 +110,7 @@ class JsonOfTrainer:
 
 
 def told_of_the_trainer(ctx: RankContext) -> str:
-    """What the Trainer leaves behind when it has read the JSON."""
+    """Return the state that the Trainer leaves after reading the JSON."""
     of_trainer = JsonOfTrainer()
     deepspeed.set_hf_deepspeed_config(of_trainer)
     try:
@@ -121,7 +123,7 @@ def told_of_the_trainer(ctx: RankContext) -> str:
 
 
 def test_a_trainer_that_does_not_know_of_shared_sequences_is_told(pool: WorkerPool) -> None:
-    """Its sampler would give the ranks of a sequence other ones."""
+    """Its sampler would give different sequences to the ranks that share one."""
     for told in pool.run(told_of_the_trainer, 2):
         assert 'ParallelismConfig(sp_backend="deepspeed", sp_size=2)' in told
 
@@ -156,7 +158,7 @@ def inputs(heads: int, key_heads: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (3, 3), (4, 2)])
 def test_attention_of_the_scripts_own(pool: WorkerPool, heads: int, key_heads: int) -> None:
-    """Also where the heads do not divide evenly."""
+    """This includes head counts that do not divide evenly."""
     whole = [x.requires_grad_() for x in inputs(heads, key_heads)]
     out = OwnAttention()(*whole)
     out.square().sum().backward()
@@ -167,7 +169,7 @@ def test_attention_of_the_scripts_own(pool: WorkerPool, heads: int, key_heads: i
 
 
 def averaged(ctx: RankContext) -> tuple[int, int, list[float]]:
-    """A model that shares sequences by itself: gradients are averaged over the ranks of a sequence, too."""
+    """Train a model with its own sequence parallelism: gradients are averaged over the sequence group, too."""
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}

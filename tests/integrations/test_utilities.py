@@ -148,7 +148,7 @@ def test_groups_are_those_of_the_engine(pool: WorkerPool) -> None:
 
 
 def test_every_name_leads_somewhere() -> None:
-    """Imported as a script imports it; what is not available says so."""
+    """Imports each name as a script does; unavailable names raise a clear error."""
     serve()
     import importlib
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is kept, how it waits, and that the numbers are those of a plain backward."""
+"""Activation checkpointing: what is saved, where inputs are stored, and that results match a plain backward."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_fewer_bytes_are_saved_the_more_blocks_are_checkpointed() -> None:
     {"cpu_checkpointing": True, "contiguous_memory_optimization": True, "partition_activations": True},
 ], ids=str)  # fmt: skip
 def test_the_same_gradients_with_dropout(keys: dict[str, Any]) -> None:
-    """Bit by bit, so a recomputation has the random state of its forward: it drops the same elements."""
+    """Gradients are bit-identical, so recomputation restores the forward's random state and drops the same elements."""
 
     def model() -> Any:
         return tiny_gpt2(layers=3, resid_pdrop=0.2, attn_pdrop=0.2, embd_pdrop=0.2)
@@ -112,7 +112,7 @@ def test_saved_inputs_wait_on_the_host() -> None:
 
 
 def places_of(model: Any, saved: SavedInputs) -> list[int]:
-    """Addresses of the storages in which inputs wait during a forward."""
+    """Return the addresses of the storages that hold block inputs during a forward."""
     found: list[int] = []
     pack = saved.pack
 
@@ -140,7 +140,7 @@ def test_one_buffer_for_all_saved_inputs(on_host: bool) -> None:
 
 
 def packed(saved: SavedInputs, tensor: Tensor) -> tuple[SavedInput, BlockInputs]:
-    """As the only input of a block."""
+    """Pass it as a block's only input."""
     with saved.block():
         block = BlockInputs(lambda: None)
         return saved.pack(tensor, block), block
@@ -190,7 +190,7 @@ def test_times_of_each_block(wanted: bool, capsys: pytest.CaptureFixture[str]) -
 
 
 def split(ctx: RankContext, wanted: bool) -> tuple[int, Any]:
-    """Identical inputs on the ranks of the dp axis stand for tensor parallelism."""
+    """Identical inputs on the ranks of the dp axis simulate tensor parallelism."""
     axis = Mesh.build(torch.device("cpu")).dp
     model = tiny_llama()
     config = ActivationCheckpointingConfig(partition_activations=wanted, cpu_checkpointing=not wanted)
@@ -232,7 +232,7 @@ def test_sizes_that_do_not_divide(pool: WorkerPool) -> None:
 
 
 class Calls:
-    """How often each layer's attention runs in a forward and a backward."""
+    """Counts the calls of each layer's attention in a forward and a backward."""
 
     def __init__(self, model: Any) -> None:
         self.count = 0
@@ -282,7 +282,7 @@ def test_a_checkpoint_inside_a_checkpoint_only_calls() -> None:
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
 def test_a_model_that_would_fill_its_cache(build: Any) -> None:
-    """Models from the hub say use_cache: a recomputation must not append keys and values again."""
+    """Models from the Hub set use_cache: a recomputation must not append keys and values again."""
     mask = torch.ones_like(IDS)
     mask[0, :3] = 0
     want = gradients(build(use_cache=False), attention_mask=mask)

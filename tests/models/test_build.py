@@ -1,4 +1,4 @@
-"""Configs from every place a user may name, and models without memory."""
+"""Configs from every source that a user may name, and models on the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launcher.checkpointing`: DeepSpeed's functions for models that checkpoint themselves."""
+"""`launcher.checkpointing`: DeepSpeed's functions for models that use activation checkpointing themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs that wait on the host: copies run beside the computation, in the right order, and nobody reads too early."""
+"""Block inputs offloaded to the host: copies overlap with compute, in the right order, and reads wait for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUT, BACK = "out", "back"
 
 
 class Blocks:
-    """Functions named 0, 1, ... that say when they run."""
+    """Functions named 0, 1, ... that record when they run."""
 
     def __init__(self, events: list[str], number: int = 3) -> None:
         self.events, self.number = events, number
@@ -44,7 +44,10 @@ class Blocks:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What lanes did: "out 0": the first copy to the host starts, "out 0 done": it is waited for; "back 0": ..."""
+    """Return the events of the copy streams.
+
+    "out 0": the first copy to the host starts; "out 0 done": it is waited for; "back 0": ...
+    """
     events: list[str] = []
     monkeypatch.setattr(
         host_copies, "lanes", lambda _: (Late(OUT, events, count()), Late(BACK, events, count()))
@@ -68,7 +71,7 @@ def test_the_next_input_of_the_backward_sets_off_before_it_is_needed(events: lis
 
 
 def test_a_microbatch_behind_another(events: list[str]) -> None:
-    """Two forwards, then their backwards: what was fetched for the wrong one is waited for and dropped."""
+    """Two forwards, then their backwards: a prefetch for the wrong one is waited for and discarded."""
     blocks = Blocks(events, number=2)
     xs = [torch.linspace(i, i + 1, 8, requires_grad=True) for i in range(2)]
     losses = [blocks(x).sum() for x in xs]
@@ -84,7 +87,9 @@ def test_a_microbatch_behind_another(events: list[str]) -> None:
 
 
 def test_a_backward_that_takes_another_way(events: list[str]) -> None:
-    """The block before in time is not the next in the backward: its copy in is waited for before its memory is free."""
+    """The previous block in time is not the next one in the backward: its copy is waited for before its memory is
+    freed.
+    """
     blocks = Blocks(events, number=1)
     losses = [blocks(torch.full((4,), float(i), requires_grad=True)).sum() for i in range(4)]
     for i in (3, 0, 2, 1):
@@ -128,7 +133,7 @@ def test_a_block_that_fails_leaves_nothing_on_its_way(events: list[str]) -> None
     "keys", [{}, {"contiguous_memory_optimization": True}, {"number_checkpoints": 2}], ids=str
 )
 def test_late_copies_change_no_bit(monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]) -> None:
-    """A copy may come as late as it is waited for."""
+    """A copy may complete as late as it is waited for."""
 
     def model() -> Any:
         return tiny_gpt2(layers=3, resid_pdrop=0.2, attn_pdrop=0.2, embd_pdrop=0.2)
@@ -159,7 +164,7 @@ def test_host_memory_is_plain_without_a_gpu() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu() -> None:
-    """Bit by bit, and between forward and backward the inputs take no memory of the device."""
+    """Results are bit-identical, and the inputs use no device memory between forward and backward."""
     device = torch.device("cuda")
 
     def run(**keys: Any) -> tuple[int, list[Tensor]]:

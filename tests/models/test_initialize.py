@@ -1,4 +1,4 @@
-"""Values from (seed, name): the right distribution, whatever the order, and models that compute the same."""
+"""Initial values from (seed, name): correct distribution in any order, and models with the same results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _materialized(config: PretrainedConfig, seed: int = 5) -> PreTrainedModel:
 
 
 def _fill(model: nn.Module) -> None:
-    """Real memory with garbage in it, ties kept."""
+    """Allocate memory with garbage in it, and keep ties."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
@@ -45,7 +45,7 @@ def _fill(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_computes_what_a_model_built_by_hf_computes(family: str) -> None:
-    """Same parameters, so equal logits only if every buffer (rotary frequencies, masks) is right."""
+    """Parameters are equal, so logits are equal only if every buffer (rotary frequencies, masks) is correct."""
     ours = _materialized(config_of(family)).eval()
     theirs = AutoModelForCausalLM.from_config(config_of(family)).eval()
     theirs.load_state_dict(ours.state_dict())
@@ -56,7 +56,7 @@ def test_computes_what_a_model_built_by_hf_computes(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_distribution_is_that_of_hf(family: str) -> None:
-    """Every parameter has the mean and spread that HF gives it: constants exactly, the rest within chance."""
+    """Every parameter has HF's mean and standard deviation: exact for constants, otherwise within chance."""
     ours = _materialized(config_of(family))
     theirs = AutoModelForCausalLM.from_config(config_of(family))
     assert not any(p.is_meta for p in ours.parameters())
@@ -69,8 +69,10 @@ def test_distribution_is_that_of_hf(family: str) -> None:
 
 
 def test_gpt2_projections_into_the_residual_stream_are_as_transformers_scales_them() -> None:
-    """Their owner is a plain Conv1D; it is the attention's `_init_weights` that knows the scale. Some versions of
-    transformers have none."""
+    """They are plain Conv1D modules; the attention's `_init_weights` scales them.
+
+    Some versions of transformers have none.
+    """
     config = config_of("gpt2", n_embd=96, n_layer=8)
     ours, theirs = _materialized(config), AutoModelForCausalLM.from_config(config)
     for name in ("attn.c_attn", "attn.c_proj", "mlp.c_proj"):
@@ -102,7 +104,7 @@ def test_order_and_neighbours_do_not_matter(
 
 
 def test_only_the_module_itself_needs_memory() -> None:
-    """One module is made real and freed again, the rest stays on meta: what a sharded start does."""
+    """One module is materialized and freed again while the rest stays on meta, as in a sharded start."""
     truth = _materialized(config_of("gpt2")).state_dict()
     model = build_on_meta(config_of("gpt2"))
     plan_of(model)

@@ -1,4 +1,4 @@
-"""Reading the wanted elements of safetensors directories, and finding them by name."""
+"""Read the required elements of safetensors directories, and find them by name."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_only_the_wanted_elements_are_read(tmp_path: Path) -> None:
 
 
 def _rename(directory: Path, change: dict[str, str | None]) -> None:
-    """Rewrite the weights with other names; None drops a tensor, "a+b" stores it twice."""
+    """Rewrite the weights with other names; None removes a tensor, "a+b" stores it twice."""
     path = directory / "model.safetensors"
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(path).items():
@@ -139,7 +139,7 @@ def test_older_names_that_transformers_renames(tmp_path: Path) -> None:
 
 
 def test_weights_that_transformers_computes_on_loading_are_found_out(tmp_path: Path) -> None:
-    """Mixtral's experts are stored one by one; with several dtypes they are no boxes of one tensor."""
+    """Mixtral's experts are stored one by one; with several dtypes they are not slices of one tensor."""
     model = _model("mixtral")
     model.save_pretrained(tmp_path)
     assert SafetensorsSource(tmp_path).match_names(model) is not None

@@ -1,4 +1,4 @@
-"""Models inside packages: a GGUF file becomes a directory of safetensors, and a package that is missing is named."""
+"""Models in Python packages: a GGUF file becomes a safetensors directory, and a missing package is reported."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ OF_A_BLOCK = {
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [heads x 2 x half] -> [heads x half x 2]: llama.cpp turns neighbours, transformers halves of a head."""
+    """Permute rows [heads x 2 x half] -> [heads x half x 2]: llama.cpp rotates neighbours, transformers halves of a
+    head.
+    """
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
-    """The model with every matrix in blocks of 4 bits, and a tokenizer of single bytes."""
+    """Write the model with every matrix in blocks of 4 bits, and a single-byte tokenizer."""
     gguf = pytest.importorskip("gguf", reason="pip install gguf")
     config, weights = model.config, {name: value.numpy() for name, value in model.state_dict().items()}
     writer = gguf.GGUFWriter(path, "llama")
@@ -97,7 +99,7 @@ def convert_on_the_last(ctx: RankContext, file: Path, directory: Path) -> None:
 def test_a_gguf_file_becomes_an_ordinary_model(
     pool: WorkerPool, tmp_path: Path, model: LlamaForCausalLM
 ) -> None:
-    """On any rank: whoever asks first converts."""
+    """Any rank may convert; the first one does."""
     write_gguf(tmp_path / "tiny.gguf", model)
     pool.run(convert_on_the_last, 2, tmp_path / "tiny.gguf", tmp_path / "out")
     read = LlamaForCausalLM.from_pretrained(tmp_path / "out")
@@ -114,7 +116,7 @@ def test_a_gguf_file_becomes_an_ordinary_model(
 
 
 def test_a_package_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found by its files, without importing anything of it."""
+    """It is found by its files, without importing it."""
     about = tmp_path / "tiny_weights-3.1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-weights\nVersion: 3.1\n")

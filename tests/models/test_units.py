@@ -57,8 +57,9 @@ class _Plain(nn.Module):
 
 
 def test_plain_module_longest_list_and_no_experts() -> None:
-    """Lists of other classes, without parameters, of what has no forward, or inside a block are no units, however
-    long."""
+    """Lists of different classes, without parameters, of modules without forward, or inside a block are not units,
+    however long.
+    """
     assert [name for name, _ in unit_modules(_Plain())] == ["blocks.0", "blocks.1", "blocks.2"]
 
 

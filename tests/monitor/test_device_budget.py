@@ -1,4 +1,4 @@
-"""What tensors can take of a device."""
+"""The device memory that is available to tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations and times of modules: what is counted where, and that nothing stays behind."""
+"""FLOPs and times of modules: what is counted where, and that no hooks remain."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_forward_and_backward_are_counted_as_they_run() -> None:
 
 
 def test_counting_changes_no_bit() -> None:
-    """FlopCounterMode takes SiLU's backward apart; ours does not."""
+    """FlopCounterMode decomposes SiLU's backward; ours does not."""
     gradients = []
     for counted in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The report as text: rates, utilisation, tables."""
+"""The report as text: rates, utilization, tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of this process."""
+"""Memory of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: whole lines at once, and a resume that leaves no step twice."""
+"""`metrics.jsonl`: lines are written atomically, and a resumed run duplicates no step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss curve: a picture of the promised size with the curves in it."""
+"""The loss curve: a plot of the expected size that contains the curves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(path: Path, losses: list[float], eval_every: int = 0) -> Path:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved."""
+    """Return the saved figures."""
     figures: list[Figure] = []
     save = Figure.savefig
 

@@ -1,4 +1,4 @@
-"""Training in 16 bits on CPUs that have no instructions for it is told of, once."""
+"""A single warning about 16-bit training on CPUs without instructions for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line a person watches."""
+"""The progress line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow ranks: who is named, and who is not."""
+"""Slow ranks: which are reported, and which are not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Slowness = Callable[[int, int, str], float]
 def simulated(
     ranks: int, steps: int, slowness: Slowness, groups: list[object] | None = None, noise: float = 0.03
 ) -> list[tuple[int, Straggler]]:
-    """(step, who is named) in a run in which all ranks wait for the slowest one in backward."""
+    """Return (step, reported ranks) of a run in which all ranks wait for the slowest one in backward."""
     dice, detector = random.Random(1), StragglerDetector(groups or [0] * ranks)
     totals = [dict.fromkeys([*PARTS, "backward_wait"], 0.0) for _ in range(ranks)]
     named = []

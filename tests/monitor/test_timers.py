@@ -1,4 +1,4 @@
-"""Times of phases; nothing at all while off."""
+"""Times of phases, and no overhead while disabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of chosen steps, in which collectives carry the names of their units."""
+"""Traces of selected steps, in which collectives have the names of their units."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def traced(ctx: RankContext, directory: str, stage: int) -> int:
-    """Three steps, of which the second is traced; how many steps ran with a profiler."""
+    """Run three steps and trace the second; return how many steps ran with a profiler."""
     case = Case(stage=stage)
     engine, *_ = launcher.initialize(
         model=model_of(case), config=config_of(case, ctx.world), device=torch.device("cpu")

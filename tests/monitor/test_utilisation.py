@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: the formula beside torch's own count."""
+"""Model FLOPs utilization: the formula compared with torch's counter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_it_is_a_part_of_the_peak_and_a_cpu_has_none() -> None:
 
 
 def active(ctx: RankContext) -> tuple[float, float]:
-    """What is counted of a mixture of experts, sharded and in ranks, and what a loop over its parameters says."""
+    """Return a mixture of experts' active parameters: sharded and expert-parallel, and by a loop."""
     model = model_of("plain")
     chosen = model.config.num_experts_per_tok
     idle = sum(

@@ -1,4 +1,4 @@
-"""What a JSON asks to watch is shown, changes no number, and costs nothing when it is off."""
+"""Monitoring keys of the JSON work, do not change results, and cost nothing when disabled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def case_of(stage: int = 0, **config: Any) -> Case:
 
 @pytest.fixture(scope="module")
 def plain(pool: WorkerPool) -> dict[int, list[Watched]]:
-    """Nothing is on; by stage."""
+    """Return the results without monitoring, by stage."""
     return {stage: pool.run(watch, WORLD, case_of(stage)) for stage in (0, 3)}
 
 

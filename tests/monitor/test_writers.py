@@ -1,4 +1,4 @@
-"""Each writer gets the numbers as its library wants them; the libraries are fakes, but for CSV."""
+"""Each writer passes the numbers that its library expects; the libraries are fakes, except for CSV."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMET = {
 
 
 class Calls(list[tuple[Any, ...]]):
-    """Remembers calls: `calls.of("name")` is a function that appends (name, args, kwargs)."""
+    """Records calls: `calls.of("name")` is a function that appends (name, args, kwargs)."""
 
     def of(self, name: str, result: Any = None) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

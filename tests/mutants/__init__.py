@@ -1,1 +1,1 @@
-"""Faults that the tests have to find: `make mutants`."""
+"""Faults that the tests must detect: `make mutants`."""

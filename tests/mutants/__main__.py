@@ -1,9 +1,9 @@
-"""Do the tests find a fault? `make mutants` puts one after the other into a copy of this tree, and runs them.
+"""Do the tests find a fault? `make mutants` inserts faults one at a time into a copy of this tree, and runs the tests.
 
     python -m tests.mutants [NAME ...] [--full] [--to FILE]
 
-Tests near the fault run first, then all others, each time up to the first failure. With `--full` they are those of
-`make test-all` (its pytest part). Ends with 1 where fewer than `WANTED` are found.
+Tests close to the fault run first, then all others, each until the first failure. With `--full` these are the tests of
+`make test-all` (its pytest part). Exits with 1 if fewer than `WANTED` faults are found.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pathlib import Path
 from tests.mutants.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-WANTED = 57 / 60  # of the faults
-LIMIT_S = 1800  # of one run of all tests
-TEST_LIMIT_S = 150  # of one test: what hangs has been found
+WANTED = 57 / 60  # share of the faults
+LIMIT_S = 1800  # for one run of all tests
+TEST_LIMIT_S = 150  # for one test; a hang counts as detected
 NOTHING_TO_RUN = 5
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a fault.
+    """The result for one fault.
 
     Args:
-        by: the first test that failed; empty: none did.
-        took_s: until then.
+        by: the first test that failed; empty if none did.
+        took_s: seconds until then.
     """
 
     by: str
@@ -74,7 +74,7 @@ def _flags() -> argparse.Namespace:
 
 
 def copy_of_the_tree(to: Path) -> Path:
-    """Of every file that git knows, as it is now."""
+    """Copy every file that git tracks, in its current state."""
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in files.splitlines():
         if (ROOT / name).is_file():
@@ -84,7 +84,7 @@ def copy_of_the_tree(to: Path) -> Path:
 
 
 def judged(tree: Path, mutant: Mutant, flags: Sequence[str]) -> Verdict:
-    """The fault is in the tree only while tests run."""
+    """Insert the fault into the tree only while tests run."""
     path = tree / "launcher" / mutant.file
     right = path.read_text()
     path.write_text(mutant.applied(right))
@@ -98,7 +98,7 @@ def judged(tree: Path, mutant: Mutant, flags: Sequence[str]) -> Verdict:
 
 
 def first_failure(tree: Path, arguments: Sequence[str]) -> str:
-    """The name of the test that fails first; empty where all pass."""
+    """Return the name of the first failing test; empty if all pass."""
     command = [
         sys.executable,
         "-m",

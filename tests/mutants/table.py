@@ -1,7 +1,7 @@
-"""Sixty faults, each a small edit of one file of `launcher/`: what somebody could write by mistake.
+"""Sixty faults: plausible mistakes, each a small edit of one file of `launcher/`.
 
-Each is wrong in one situation only: with accumulation, at one stage, with tied parameters, on a resumed run
-or in the last bucket. The tests have to notice every one of them.
+Each fault shows in one situation only: with accumulation, at one stage, with tied parameters, after resuming, or in the
+last bucket. The tests must detect every one of them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Mutant:
 
     Args:
         file: below `launcher/`.
-        old: what stands there; it occurs exactly once in the file.
-        new: what stands there in the faulty copy.
-        fault: what is wrong then, in words.
-        near: the tests to look at first, below `tests/`; default: those of the package.
+        old: the original text; it occurs exactly once in the file.
+        new: the faulty text.
+        fault: description of the effect.
+        near: tests to run first, below `tests/`; default: those of the package.
     """
 
     file: str
@@ -29,14 +29,14 @@ class Mutant:
 
     @property
     def nearby(self) -> list[str]:
-        """Files and directories of tests."""
+        """Return the files and directories of the tests to run first."""
         return [f"tests/{part}" for part in (self.near or self.file.partition("/")[0]).split()]
 
     def applied(self, text: str) -> str:
-        """The faulty text of the file.
+        """Return the file's text with the fault.
 
         Raises:
-            ValueError: `old` is not there just once.
+            ValueError: `old` does not occur exactly once.
         """
         if text.count(self.old) != 1:
             raise ValueError(f"{self.file} has {text.count(self.old)} times: {self.old}")
@@ -44,7 +44,7 @@ class Mutant:
 
 
 MUTANTS = {
-    # zero: shards, gathers, reductions, the norm
+    # zero: shards, gathers, reductions, norm
     "settle-leaves-out-whole-gradients": Mutant(
         "zero/reduce.py",
         "return self.unsent if gradient.sharded else not gradient.reduced",
@@ -188,7 +188,7 @@ MUTANTS = {
         "adam_w_mode false is ignored: weight decay does not go through the moments",
         near="engine/test_optimizers.py optim",
     ),
-    # checkpoint: what is on the disk, and when
+    # checkpoint: files, and when they are written
     "latest-before-its-checkpoint": Mutant(
         "checkpoint/tags.py",
         "    os.rename(temporary, final)\n"
@@ -279,7 +279,7 @@ MUTANTS = {
         "zero_to_fp32 gives parameters without fp32 master weights (frozen ones) in bf16",
         near="checkpoint engine/test_export.py",
     ),
-    # engine: the step, and what a checkpoint holds of it
+    # engine: the step, and its state in checkpoints
     "schedule-moves-on-overflow": Mutant(
         "engine/core.py",
         "if not overflow and self.lr_scheduler is not None:",
@@ -406,7 +406,7 @@ MUTANTS = {
         "in stages, microbatches with different numbers of tokens count by those of another one",
         near="pipeline engine/test_accumulation.py",
     ),
-    # models: first values, recomputation
+    # models: initialization, recomputation
     "layers-begin-alike": Mutant(
         "models/initialize.py",
         'digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()',
@@ -423,7 +423,7 @@ MUTANTS = {
         "a recomputed block drops other elements out than its forward did",
         near="models tensor/test_dropout.py",
     ),
-    # data: caches, places, labels
+    # data: caches, positions, labels
     "tokens-of-another-tokenizer": Mutant(
         "data/pack.py",
         "key = cache_key(FORMAT, dataset._fingerprint, fingerprint(tokenizer), seq_length)",
@@ -509,7 +509,7 @@ MUTANTS = {
         "what a script writes between two steps is taken for a fault of the memory",
         near="zero/test_bits.py",
     ),
-    # cli, train: the way of a run
+    # cli, train: the course of a run
     "local-rank-all-the-same": Mutant(
         "cli/shares.py",
         "append_local_rank=not (run.is_ours or flags.no_local_rank),",
@@ -523,7 +523,7 @@ MUTANTS = {
         "microbatches count by their labels but the last, not but the first, which nothing predicts",
         near="engine/test_token_weights.py",
     ),
-    # monitor, estimate, plan: numbers for people
+    # monitor, estimate, plan: reported numbers
     "resumed-metrics-lack-a-step": Mutant(
         "monitor/metrics.py",
         'kept = [record for record in old if record["step"] <= step]',

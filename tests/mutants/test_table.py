@@ -1,4 +1,4 @@
-"""The faults can still be put where they belong."""
+"""Every fault can still be inserted into the current code."""
 
 from __future__ import annotations
 

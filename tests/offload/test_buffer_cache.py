@@ -1,4 +1,4 @@
-"""Idle memory is used again, kept while somebody looks at it, and given up where it would be more than is needed."""
+"""Cached buffers are reused, kept while referenced, and freed if there are more than needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranges never overlap, lie within the end, and what is given back is used again."""
+"""Ranges never overlap, stay within bounds, and are reused after they are freed."""
 
 from __future__ import annotations
 

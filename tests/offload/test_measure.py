@@ -1,4 +1,4 @@
-"""`launch bench io`: every setting is measured, the best is written as the JSON's section, nothing is left behind."""
+"""`launch bench io`: every setting is measured, the best is printed as a JSON section, and no files remain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With everything on NVMe, memory follows the largest unit and not the number of them."""
+"""With everything on NVMe, memory depends on the largest unit and not on the number of units."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def json_of(directory: Path, **sections: Any) -> dict[str, Any]:
 
 
 def most_in_use(ctx: RankContext, config: dict[str, Any], depth: int) -> tuple[int, int]:
-    """Bytes of buffers that were in use at once, and that there are after some steps."""
+    """Return the peak bytes of buffers in use at once, and the bytes of all buffers after some steps."""
     engine = engine_of(config, stack(width=64, depth=depth))
     advance(engine, ctx, range(3))
     engine.zero.placements.buffers.wait_for_writes()
@@ -44,7 +44,7 @@ def test_a_deeper_model_needs_no_more_buffers(pool: WorkerPool, tmp_path: Path) 
 
 
 def first_states(ctx: RankContext, config: dict[str, Any]) -> int:
-    """Bytes of states that were made elsewhere than in the memory that goes to NVMe."""
+    """Return the bytes of states that were allocated outside of the memory that is written to NVMe."""
     engine = engine_of(config, stack())
     made: list[int] = []
     real = torch.zeros_like
@@ -60,13 +60,13 @@ def first_states(ctx: RankContext, config: dict[str, Any]) -> int:
 
 
 def test_states_are_made_in_the_memory_that_goes_to_nvme(pool: WorkerPool, tmp_path: Path) -> None:
-    """Else the first step leaves malloc with as much as all states take."""
+    """Otherwise the first step leaves malloc with as much memory as all states."""
     assert pool.run(first_states, 1, json_of(tmp_path))[0] == 0
     assert pool.run(first_states, 1, config_of(3))[0] == 0
 
 
 def checkpointed(ctx: RankContext, config: dict[str, Any], depth: int, directory: str) -> tuple[int, int]:
-    """Most bytes that were held while a checkpoint was written and read, and the bytes of all that is in it."""
+    """Return the peak bytes while a checkpoint was written and read, and the bytes of its contents."""
     engine = engine_of(config, stack(width=64, depth=depth))
     advance(engine, ctx, range(1))
     engine.zero.placements.buffers.wait_for_writes()

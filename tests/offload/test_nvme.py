@@ -1,4 +1,4 @@
-"""The NVMe tier and what can go wrong with a disk: each fault ends in an error that names file, key and bytes."""
+"""The NVMe tier and disk faults: each ends in an error that names file, key and bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def written(tier: NvmeTier, key: str, numel: int = 100_000) -> torch.Tensor:
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
-    """A system call fails."""
+    """Make a system call fail."""
 
     def failing(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -53,7 +53,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
 def test_any_memory_comes_back(
     tmp_path: Path, numel: int, offset: int, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neighbours in the same memory are left alone, wherever the tensor begins and ends."""
+    """Neighbours in the same memory are unchanged, wherever the tensor begins and ends."""
     if not direct:
         monkeypatch.setattr(aio, "DIRECT", 0)
     tier = NvmeTier(tmp_path, AioConfig(block_size=16 * 1024, queue_depth=3))
@@ -119,7 +119,7 @@ def test_one_changed_byte(tmp_path: Path, place: int, checksum: str, found: bool
 
 
 def test_a_lost_page_is_found(tier: NvmeTier) -> None:
-    """The likeliest damage: one page of many is still what it was before the last write."""
+    """The most likely damage: one page of many has its content from before the last write."""
     written(tier, "a")
     before = tier.file.read_bytes()[40_960:45_056]
     values = written(tier, "a")
@@ -172,7 +172,7 @@ def test_what_is_reserved_is_taken_from_the_disk_at_once(tier: NvmeTier) -> None
 
 
 def test_a_disk_that_fills_up(tier: NvmeTier) -> None:
-    """The allocation of a key fails as a whole, and what was written before is still there."""
+    """The allocation of a key fails as a whole, and earlier data is still there."""
     values = written(tier, "a")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))

@@ -1,7 +1,7 @@
-"""Gradients that are on their way to the host while the backward goes on, and parameters on their way back: whoever
-reads waits, and memory is not given away before.
+"""Asynchronous copies: gradients to the host during the backward, and parameters back to the device.
 
-A CPU copies at once; here it copies when it is waited for, so that who does not wait finds something else.
+Reads wait for the copies, and memory is not reused before. A CPU copies at once; here a copy runs when it is waited
+for, so that code that does not wait reads something else.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ STEPS = 3
 
 
 class Late:
-    """An event of a copy that is made when somebody waits for it: the host, before it reads it there, or whoever takes
-    the memory that it comes from, before he writes to it."""
+    """An event of a copy that runs when it is waited for: by the host before it reads the copy, or by whoever reuses
+    the source memory before it writes to it.
+    """
 
     sent = 0
 
@@ -50,7 +51,7 @@ class Late:
 def trained(
     ctx: RankContext, config: dict[str, Any], late: bool
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
-    """Losses, weights, states and how many copies were late."""
+    """Return losses, weights, states and the number of late copies."""
     lands = property(lambda self: self.sharded)
     Late.sent = 0
     with ExitStack() as patches:
@@ -86,7 +87,7 @@ def test_whoever_reads_a_gradient_waits(
 
 
 class Recorded:
-    """An event that says when it is waited for."""
+    """An event that records when it is waited for."""
 
     def __init__(self, said: list[str], number: int) -> None:
         self.said, self.number = said, number

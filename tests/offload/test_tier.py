@@ -1,4 +1,4 @@
-"""Tiers: values come back as they were, whatever rests beside them; mistakes are named."""
+"""Tiers: values round-trip next to other tensors, and mistakes are reported."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_buffers_are_aligned_and_outlive_their_makers(numel: int) -> None:
 
 
 def pages_of(address: int) -> tuple[str, int]:
-    """Flags of the mapping that an address of this process lies in, and KiB of huge pages there."""
+    """Return the flags of the mapping of an address in this process, and KiB of huge pages there."""
     inside, huge = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):

@@ -1,5 +1,7 @@
-"""Training with shards that rest elsewhere is the training without: losses and weights bit for bit. An optimizer that
-steps on the host of a GPU rounds in another way than on the GPU; there it is the same up to rounding."""
+"""Training with offloaded shards is bit-identical in losses and weights to training without.
+
+An optimizer on the host of a GPU rounds differently from one on the GPU; there the results are equal up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ ALL_ON_NVME = NVME | {"max_in_cpu": 0}
 
 
 def placed(section: dict[str, Any], directory: str) -> dict[str, Any]:
-    """A section with a directory, where it needs one."""
+    """Return a section, with a directory if it needs one."""
     return section | {"nvme_path": directory} if section["device"] == "nvme" else section
 
 
@@ -38,7 +40,7 @@ def json_of(stage: int, directory: str, offload: dict[str, Any], **sections: Any
 def trained(
     ctx: RankContext, config: dict[str, Any], steps: int = STEPS
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
-    """Losses, weights, states, and what a rank held between steps."""
+    """Return losses, weights, states, and the memory of a rank between steps."""
     engine = engine_of(config)
     losses = advance(engine, ctx, range(steps))
     engine.zero.placements.buffers.wait_for_writes()
@@ -96,8 +98,11 @@ def test_bit_for_bit(
 def by_whole_steps(
     ctx: RankContext, config: dict[str, Any]
 ) -> tuple[list[float], dict[str, Tensor], list[tuple[int, int]], bool, list[float | None]]:
-    """Losses and weights; of each step how many buffers were stepped before it and how many there are; whether a
-    gradient was ever written; norms."""
+    """Return losses and weights.
+
+    For each step, how many buffers were stepped before it and how many there are; whether a gradient was ever written;
+    norms.
+    """
     engine = engine_of(config)
     losses, early, norms = [], [], []
     for step in range(STEPS):
@@ -134,7 +139,10 @@ def test_buffers_are_stepped_while_the_backward_runs(
 def test_what_is_known_late_is_stepped_late(
     pool: WorkerPool, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
-    """Clipping needs the norm of all gradients. With accumulation the last microbatch's are added to earlier ones."""
+    """Clipping needs the norm of all gradients.
+
+    With accumulation, the last microbatch's gradients are added to earlier ones.
+    """
     want = pool.run(by_whole_steps, 2, json_of(3, "", {}, **sections))[0]
     got = pool.run(by_whole_steps, 2, json_of(3, str(tmp_path), PLACES["all-nvme"], **sections))[0]
     assert_alike((got[0], got[1], got[4]), (want[0], want[1], want[4]))
@@ -171,7 +179,7 @@ def test_a_client_optimizer(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def resumed(ctx: RankContext, first: dict[str, Any], then: dict[str, Any], directory: str) -> list[Any]:
-    """Two steps under one JSON, a checkpoint, and two more under another."""
+    """Train two steps with one JSON, save, and train two more with another."""
     one = engine_of(first)
     advance(one, ctx, range(2))
     one.save_checkpoint(directory)
@@ -226,7 +234,7 @@ def test_frozen_parameters_rest_too(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def edited(ctx: RankContext, config: dict[str, Any]) -> dict[str, Tensor]:
-    """A user changes a parameter between steps."""
+    """A user modifies a parameter between steps."""
     from launcher.zero import GatheredParameters
 
     engine = engine_of(config)
@@ -250,7 +258,7 @@ def test_an_edit_of_a_parameter_on_nvme_is_kept(pool: WorkerPool, tmp_path: Path
 
 
 def placements(ctx: RankContext, config: dict[str, Any]) -> dict[str, list[str]]:
-    """Where the buffers rest, after a step."""
+    """Return the placement of the buffers after a step."""
     engine = engine_of(config)
     advance(engine, ctx, range(1))
     found = {

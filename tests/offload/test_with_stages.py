@@ -1,4 +1,4 @@
-"""Everything on NVMe, in pipeline stages and over tensor-parallel ranks: bit for bit what it is in memory."""
+"""Everything on NVMe, with pipeline stages and tensor-parallel ranks, is bit-identical to training in memory."""
 
 from __future__ import annotations
 

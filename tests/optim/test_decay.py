@@ -1,4 +1,4 @@
-"""`--decay` of the recipes: which parameters decay."""
+"""The recipes' `--decay`: which parameters decay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pool.reference import tiny_llama
 
 
 def decayed(ctx: RankContext, stage: int, decay: str) -> dict[str, float]:
-    """Norms of the parameters after steps in which nothing but the decay acts."""
+    """Return the norms of the parameters after steps with weight decay alone."""
     model = tiny_llama(tied=True, layers=1, vocab=31, seed=0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     groups = Run.param_groups(cast("Any", SimpleNamespace(args=SimpleNamespace(decay=decay))), model)

@@ -1,4 +1,7 @@
-"""Whole matrices are assembled on one rank each and go back in slices; the work is shared, the bytes are counted."""
+"""Full matrices are gathered on one rank each and scattered in slices.
+
+The work is distributed, the bytes are counted.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def matrices(engine: object) -> list[ParamSlot]:
 
 
 def number_them(ctx: RankContext, stage: int) -> Exchanged:
-    """Every element of matrix i is its own number; the work adds i. Is it right; worked on; sent."""
+    """Set every element of matrix i to its own number; the work adds i.
+
+    Return whether it is right, the work, and the bytes sent.
+    """
     engine = engine_of(config_of(stage, optimizer=MUON))
     slots, worked = matrices(engine), []
     numbers = [torch.arange(slot.numel, dtype=torch.float32) for slot in slots]
@@ -54,8 +60,10 @@ def test_matrices_travel_whole(pool: WorkerPool, stage: int, world: int) -> None
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes(pool: WorkerPool, stage: int) -> None:
-    """Together the ranks send every matrix twice at most: what its rank has not, and what the others need back. Where
-    nothing is sharded, nothing has to be assembled, and the results go to everybody."""
+    """Together the ranks send every matrix at most twice: the missing slices to its rank, and the results back.
+
+    If nothing is sharded, nothing is gathered, and the results are sent to all.
+    """
     world, whole = 4, 4 * sum(p.numel() for p in stack().parameters() if p.dim() == 2)
     results = pool.run(number_them, world, stage)
     sent = {"assemble": 0, "return": 0}

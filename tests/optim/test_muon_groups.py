@@ -19,7 +19,7 @@ LR = {"muon_lr": 0.03, "adam_lr": 0.002, "weight_decay": 0.1}
 
 
 def split_of(ctx: RankContext, how: str) -> list[tuple[bool, float, float, list[str]]]:
-    """Of a tiny Llama, or of a Stack with param groups: use_muon, lr, weight decay, names of each group."""
+    """Return use_muon, lr, weight decay and names of each group, of a tiny Llama, or of a Stack with param groups."""
     given: dict[str, Any] = {}
     model: Any = stack() if how == "groups" else tiny_llama(layers=1)
     if how == "groups":
@@ -55,7 +55,7 @@ def test_param_groups_are_split_and_keep_their_options(pool: WorkerPool) -> None
 
 
 def on_llama(ctx: RankContext, stage: int, kind: str, extra: dict[str, Any]) -> list[float]:
-    """A tiny Llama with small persistent parameters; bf16 where `extra` says so."""
+    """Train a tiny Llama with small persistent parameters, in bf16 if `extra` sets it."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 64}
     config = config_of(
         stage, optimizer={"type": kind, "params": {"lr": 0.01}}, zero_optimization=zero, **extra
@@ -82,7 +82,7 @@ def on_llama(ctx: RankContext, stage: int, kind: str, extra: dict[str, Any]) -> 
     "extra", [{"bf16": {"enabled": True}}, {"gradient_clipping": 0.1}], ids=["bf16", "clip"]
 )
 def test_stages_agree_on_a_llama(pool: WorkerPool, kind: str, extra: dict[str, Any]) -> None:
-    """bf16 rounds sums of other orders to other numbers."""
+    """bf16 sums in another order round differently."""
     rel = 2e-2 if "bf16" in extra else 1e-5
     runs = [
         [sum(both) for both in zip(*pool.run(on_llama, 2, stage, kind, extra), strict=True)]
@@ -114,7 +114,7 @@ def with_torchs(ctx: RankContext, stage: int) -> tuple[list[float], dict[str, Te
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_torchs_muon(pool: WorkerPool, stage: int, world: int) -> None:
-    """torch iterates in bfloat16: sums over two ranks, rounded, give other last digits."""
+    """torch iterates in bfloat16: rounded sums over two ranks differ in the last digits."""
     model = stack()
     muon = torch.optim.Muon(matrices_of(model), **OPTIONS)
     schedule, losses = torch.optim.lr_scheduler.StepLR(muon, 2, 0.5), []

@@ -1,4 +1,4 @@
-"""A step in one pass: the numbers of torch.optim's fused classes, bit for bit, whatever is cast on the way."""
+"""A fused step is bit-identical to torch.optim's fused classes, whatever it casts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def by_torch(optimizer: Optimizer, params: list[nn.Parameter], grads: list[Tenso
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bits_of_torch(name: str, grad_dtype: torch.dtype, threads: int) -> None:
-    """fp32 master weights, gradients of any dtype, parameters of the gradients' dtype."""
+    """Covers fp32 master weights, gradients of any dtype, and parameters of the gradients' dtype."""
     theirs, ours = ([nn.Parameter(v) for v in values(0)] for _ in range(2))
     reference, optimizer = OPTIMIZERS[name](theirs), OPTIMIZERS[name](ours)
     rule = one_pass.rule_of(optimizer)
@@ -89,7 +89,7 @@ def test_bits_of_torch(name: str, grad_dtype: torch.dtype, threads: int) -> None
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
 def test_16_bit_master_weights(state: torch.dtype, threads: int) -> None:
-    """They are widened for the step, or stepped as they are where the state is as narrow."""
+    """They are cast up for the step, or stepped in 16 bits if the state is 16-bit."""
     ours = values(0, torch.bfloat16)
     theirs = [nn.Parameter(v.to(state)) for v in ours]
     reference, states = AdamW(theirs, fused=True), [{} for _ in ours]
@@ -124,7 +124,7 @@ ADAMS = [name for name in OPTIMIZERS if "adam" in name and "amsgrad" not in name
 
 
 def stepped_low(name: str, *, compiles: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Master weights and bf16 parameters after three steps."""
+    """Return the master weights and bf16 parameters after three steps."""
     params = [nn.Parameter(v) for v in values(0)]
     optimizer = OPTIMIZERS[name](params)
     low = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
@@ -143,7 +143,7 @@ def stepped_low(name: str, *, compiles: bool) -> tuple[list[Tensor], list[Tensor
 
 @pytest.mark.parametrize("name", ADAMS)
 def test_the_loop_that_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its formula, run without a compiler: the numbers of torch's kernels to 1e-6."""
+    """Its formula, run without a compiler, matches torch's kernels to 1e-6."""
     calls: list[int] = []
 
     def loop(weights: Tensor, *rest: Tensor) -> None:

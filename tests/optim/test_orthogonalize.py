@@ -1,4 +1,4 @@
-"""Newton-Schulz steps make singular values near 1 and keep the singular vectors."""
+"""Newton-Schulz steps bring singular values close to 1 and keep the singular vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lion, Lamb, Muon and Adam without correction: under every stage, the numbers of plain single-process PyTorch."""
+"""Lion, Lamb, Muon and Adam without bias correction match plain single-process PyTorch at every stage."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_as_plain_pytorch(pool: WorkerPool, stage: int, name: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["lamb", "muon"])
 def test_in_sub_groups_on_four_ranks(pool: WorkerPool, stage: int, name: str) -> None:
-    """Several collectives instead of one, the same numbers; and slices that cross ranks in other places."""
+    """Several collectives instead of one give the same results; slices cross ranks in other places."""
     kind, params, make = RUNS[name]
     left = pool.run(trained, 4, stage, kind, params, {"sub_group_size": 200})
     assert_like(left[0], plain(make))

@@ -1,4 +1,4 @@
-"""Types of other packages (bitsandbytes, mup): made by the package when it is there, refused when it is not."""
+"""Optimizers of other packages (bitsandbytes, mup): created by the package if it is installed, otherwise refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MUP = ["MuAdam", "MuAdamW", "MuSGD"]
 
 
 class Recording(torch.optim.SGD):
-    """Stands for a class of bitsandbytes: remembers its keywords."""
+    """A stand-in for a class of bitsandbytes: records its keywords."""
 
     def __init__(self, params: Any, **keywords: Any) -> None:
         super().__init__(params, lr=keywords["lr"])
@@ -71,7 +71,7 @@ def test_bitsandbytes(pool: WorkerPool, kind: str, stage: int) -> None:
 
 
 def by_width(params: Any, impl: Any = torch.optim.Adam, **keywords: Any) -> torch.optim.Optimizer:
-    """Stands for mup: matrices get a rate that falls with their width, which it reads off the whole parameter."""
+    """A stand-in for mup: a matrix's learning rate falls with its width, which it reads from the full parameter."""
     groups = [
         {"params": [p], "lr": keywords["lr"] / (p.shape[1] if p.dim() > 1 else 1)}
         for p in params

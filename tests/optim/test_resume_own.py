@@ -1,4 +1,4 @@
-"""The state of Lion, Lamb and Muon is saved by slices and loaded on another topology: the curve goes on."""
+"""The states of Lion, Lamb and Muon are saved in slices and loaded on another topology; the losses continue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load(ctx: RankContext, stage: int, name: str, directory: Path) -> tuple[dict
 
 
 def _tensors(engine: Any) -> dict[str, Tensor]:
-    """Weights and states; step counts may be plain numbers, which have no slices."""
+    """Return weights and states; step counts may be plain numbers, which have no slices."""
     for state in engine.optimizer.inner.state.values():
         state.update({key: torch.tensor(value) for key, value in state.items() if isinstance(value, int)})
     whole = whole_state(engine)

@@ -1,4 +1,4 @@
-"""What each key of `scheduler` does to a training: rates, momentum and weights."""
+"""The effect of each `scheduler` key on training: learning rates, momentum and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Params = dict[str, Any]
 
 
 def weights(kind: str, params: Params, groups: int = 1) -> tuple[list[list[float]], list[float]]:
-    """Adam on a parabola: [rate, beta] of each group before each step, and where the weights end."""
+    """Run Adam on a parabola; return [learning rate, beta] of each group before each step, and the final weights."""
     config = load({"scheduler": {"type": kind, "params": params}}).scheduler
     assert config is not None
     parameters = [torch.nn.Parameter(torch.full((), 5.0)) for _ in range(groups)]
@@ -148,7 +148,7 @@ def test_the_decays_end_where_they_are_told_to() -> None:
 
 
 def test_the_cosine_falls_from_the_first_step_after_the_warm_up() -> None:
-    """Four steps from 0.02 to a quarter of it; the first step of all has iteration -1."""
+    """Four steps from 0.02 to a quarter of it; the very first step has iteration -1."""
     quarters = [(1 + math.cos(math.pi * done / 4)) / 2 for done in (1, 2, 3, 4)]
     falling = [0.005 + 0.015 * height for height in quarters]
     assert rates("WarmupCosineLR", COSINE | {"cos_min_ratio": 0.25})[5:9] == pytest.approx(falling)

@@ -1,4 +1,4 @@
-"""The JSON's schedules inside an engine on two ranks: torch's own numbers, and a resumed run goes on with them."""
+"""The JSON's schedules in an engine on two ranks: torch's numbers, and a resumed run continues with them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RESUMED = ["MultiStepLR", "CyclicLR", "OneCycleLR", "OneCycle"]
 
 
 def trained(ctx: RankContext, kind: str, params: dict[str, Any]) -> tuple[list[float], list[Any]]:
-    """Losses, and (rates, betas) before each step."""
+    """Return losses, and (learning rates, betas) before each step."""
     engine = engine_of(config_of(1, scheduler={"type": kind, "params": params}))
     losses, seen = [], []
     for step in range(STEPS):
@@ -71,7 +71,7 @@ def test_torch_schedules_train_like_torch(pool: WorkerPool) -> None:
 
 
 def resumed(ctx: RankContext, directory: str) -> dict[str, bool]:
-    """Whether a run that was loaded in a fresh engine goes on as the one that was saved: rates, betas, losses."""
+    """Return whether a run loaded into a fresh engine continues like the saved one: learning rates, betas, losses."""
     same = {}
     for kind in RESUMED:
         params = {**KEYWORDS, **OURS}[kind]

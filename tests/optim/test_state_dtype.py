@@ -15,7 +15,7 @@ LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
 def run(
     ctx: RankContext, stage: int, kind: str, params: dict[str, Any], bf16: Any
 ) -> tuple[int, list[float]]:
-    """Bytes of the optimizer's state, and losses."""
+    """Return the bytes of the optimizer's state, and losses."""
     config = config_of(stage, optimizer={"type": kind, "params": {"lr": 0.01, **params}}, bf16=bf16)
     engine = engine_of(config)
     losses = advance(engine, ctx, [0, 0, 0, 0])

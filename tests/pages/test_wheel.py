@@ -1,4 +1,4 @@
-"""An installed wheel has configurations and recipes by name, and a README without dead links."""
+"""An installed wheel finds configurations and recipes by name, and its README has no dead links."""
 
 from __future__ import annotations
 

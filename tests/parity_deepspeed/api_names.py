@@ -1,10 +1,10 @@
-"""The public names of the installed DeepSpeed, by introspection; they are kept in `api_names.json`.
+"""Collect the public names of the installed DeepSpeed by introspection, and write them to `api_names.json`.
 
-    python -m tests.parity_deepspeed.api_names    # DeepSpeed 0.19.8 on the path, our shim not on it
+    python -m tests.parity_deepspeed.api_names    # with DeepSpeed 0.19.8 on the path, without our shim
 
-Of a module: what it defines, without names that begin with an underscore; of a package also what it takes from its
-modules; and every name that a project of `imported_names.tsv` takes from it. Of a few classes: methods and attributes.
-A module that cannot be imported here (Triton, other devices) is read as text.
+Of a module: the names that it defines, without a leading underscore. Of a package: also the names that it imports from
+its modules. Plus every name that a project in `imported_names.tsv` imports from it. Of a few classes: methods and
+attributes. A module that cannot be imported here (Triton, other devices) is parsed as text.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CLASSES = {
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "runtime.zero.stage_1_and_2",
     "accelerator.abstract_accelerator.DeepSpeedAccelerator": "accelerator.abstract_accelerator",
 }
-"""Classes whose members are listed, and where they are."""
+"""Classes whose members are listed, and their modules."""
 MARKED = ("runtime.zero.partition_parameters", "runtime.zero.parameter_offload", "runtime.zero.stage3")
-"""Modules that put attributes on parameters, which begin with ds_."""
+"""Modules that set attributes named ds_* on parameters."""
 
 
 def modules() -> list[str]:
-    """Every module below the package, and "" for itself."""
+    """Return every module below the package, and "" for the package itself."""
     root = importlib.util.find_spec(PACKAGE)
     assert root is not None and root.submodule_search_locations
     found = [""]
@@ -54,7 +54,7 @@ def modules() -> list[str]:
 
 
 def names_of(module: str, used: set[str]) -> list[str]:
-    """The public names of a module; `used`: those that projects take from it."""
+    """Return the public names of a module. `used`: the names that projects import from it."""
     source = _source(module)
     if source is None:
         return []
@@ -95,7 +95,7 @@ def _source(module: str) -> str | None:
 
 
 def _bindings(source: str) -> tuple[set[str], set[str]]:
-    """Names that a module defines, and all that it binds."""
+    """Return the names that a module defines, and all names that it binds."""
     defined: set[str] = set()
     bound: set[str] = set()
     stack: list[ast.stmt] = list(ast.parse(source).body)
@@ -114,7 +114,7 @@ def _bindings(source: str) -> tuple[set[str], set[str]]:
 
 
 def members_of(path: str) -> list[str]:
-    """Methods of a class, and the attributes that its methods set on self, by text; with those of its bases here."""
+    """Return the methods of a class and the attributes set on self, from the source of it and its bases."""
     module, _, name = path.rpartition(".")
     kind = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
     found: set[str] = set()
@@ -129,7 +129,7 @@ def members_of(path: str) -> list[str]:
 
 
 def marks() -> list[str]:
-    """Attributes that DeepSpeed puts on parameters and modules."""
+    """Return the attributes that DeepSpeed sets on parameters and modules."""
     found: set[str] = set()
     for module in MARKED:
         found |= set(re.findall(r"\.(ds_\w+)\b(?! *\()", _source(module) or ""))
@@ -137,7 +137,7 @@ def marks() -> list[str]:
 
 
 def collect() -> dict[str, list[str]]:
-    """Module -> its names; `module.Class.` -> its members; `parameter.` -> attributes of parameters."""
+    """Return module -> its names; `module.Class.` -> its members; `parameter.` -> attributes of parameters."""
     used: dict[str, set[str]] = {}
     known = modules()
     for name in read():

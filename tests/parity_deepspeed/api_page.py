@@ -1,4 +1,4 @@
-"""Writes docs/deepspeed_api.md: every public name of DeepSpeed, and whether it is available here.
+"""Write docs/deepspeed_api.md: every public name of DeepSpeed, and whether it is available here.
 
     python -m tests.parity_deepspeed.api_names     # first, if DeepSpeed has changed
     python -m tests.parity_deepspeed.api_page

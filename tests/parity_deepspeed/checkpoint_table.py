@@ -1,6 +1,6 @@
-"""The matrix of checkpoints of the real DeepSpeed that go on here, and back: cell by cell, in docs/checkpoints.md.
+"""Generate the tables in docs/checkpoints.md: which DeepSpeed checkpoints resume here, and which of ours resume there.
 
-python -m tests.parity_deepspeed.checkpoint_table     runs the tests (a quarter of an hour), and writes the page
+python -m tests.parity_deepspeed.checkpoint_table     runs the tests (15 minutes) and writes the page
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "checkpoints.md"
 PLACE = "LAUNCHER_CHECKPOINT_TABLE"
-"""Variable: the directory that the tests write their rows into."""
+"""Environment variable: the directory where the tests write their rows."""
 TESTS = ("test_checkpoints.py", "test_split_checkpoints.py", "test_exports.py")
 _INTRODUCTION = """# Checkpoints exchanged with DeepSpeed: what was tested
 
@@ -44,7 +44,7 @@ def difference(got: Sequence[float], want: Sequence[float]) -> float:
 
 
 class Table:
-    """What a test found, by case; written when it is asked for."""
+    """The results of a test, by case; written on request."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, ...], float] = {}
@@ -60,7 +60,7 @@ class Table:
 
 
 def _words(case: Mapping[str, Any]) -> str:
-    """Say what a case is, for people."""
+    """Describe a case in words."""
     zero = case.get("zero", {})
     parts = [
         {"groups": "two param groups"}.get(case["kind"], case["kind"]),
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def write(place: Path) -> None:
-    """Write the page of the rows that the tests have left in a directory."""
+    """Write the page from the rows that the tests wrote to a directory."""
     from tests.parity_deepspeed.saves import AFTER, BEFORE
 
     rows = [row for path in sorted(place.glob("*.json")) for row in json.loads(path.read_text())]

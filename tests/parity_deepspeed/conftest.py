@@ -1,4 +1,4 @@
-"""Starts DeepSpeed and other peers beside the tests."""
+"""Start DeepSpeed and other peers from tests."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.parity_deepspeed.forked import Code, Peer
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED = Peer("tests.parity_deepspeed.deepspeed_side", "deepspeed")
 LIMIT_S = 900.0  # minutes on a busy machine; below the limit of a test
-# Processors with AMX multiply bf16 matrices with other roundings, which differ more between numbers of ranks than the
-# bars of these tests allow. Both sides use the kernels that all others have.
+# Processors with AMX round bf16 matrix products differently, and the differences between numbers of ranks exceed the
+# tolerances of these tests. Both sides use the kernels of all other processors.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 
 def run_deepspeed(task: str, given: Any, world: int, directory: Path) -> Any:
-    """Runs `deepspeed_side` on `world` ranks and returns the JSON that it wrote.
+    """Run `deepspeed_side` on `world` ranks and return the JSON that it wrote.
 
     Raises:
-        AssertionError: as `run_ranks`.
+        AssertionError: see `run_ranks`.
     """
     source, out = directory / f"{task}.json", directory / f"{task}-out.json"
     source.write_text(json.dumps(given))
@@ -35,20 +35,20 @@ def run_deepspeed(task: str, given: Any, world: int, directory: Path) -> Any:
 
 
 def run_peer(peer: Peer, arguments: list[str], world: int, logs: list[Path]) -> None:
-    """Runs what a peer does once for every rank, as `run_ranks`."""
+    """Run a peer once per rank, like `run_ranks`."""
     port = _free_port()
     environments = [_environment(rank, world, port) for rank in range(world)]
     _check(peer.run(arguments, environments, logs, LIMIT_S), logs)
 
 
 def run_ranks(command: list[str], world: int, logs: list[Path]) -> None:
-    """Runs a command once for every rank, as a launcher would, for `LIMIT_S` seconds at most.
+    """Run a command once per rank, as a launcher would, for at most `LIMIT_S` seconds.
 
     Args:
         logs: a file for the output of each rank.
 
     Raises:
-        AssertionError: a rank failed, or did not end; with the end of its output.
+        AssertionError: a rank failed or timed out. The message includes the end of its output.
     """
     port = _free_port()
     ranks = [

@@ -1,4 +1,6 @@
-"""What the real DeepSpeed does, in processes of its own (it patches torch): called by `conftest.py`.
+"""The DeepSpeed side of the comparison.
+
+It runs in its own processes, because DeepSpeed patches torch (see `conftest.py`).
 
 python -m tests.parity_deepspeed.deepspeed_side train JOBS.json OUT.json       (RANK, WORLD_SIZE, ... set)
 python -m tests.parity_deepspeed.deepspeed_side TASK CASES.json OUT.json
@@ -35,7 +37,7 @@ from tests.parity_deepspeed.split_saves import begin as begin_split
 
 
 def train_all(jobs: list[Job]) -> dict[str, dict[str, list[Any]]]:
-    """Job name -> what `train` measured."""
+    """Return job name -> the result of `train`."""
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -56,14 +58,17 @@ def train_all(jobs: list[Job]) -> dict[str, dict[str, list[Any]]]:
 
 
 def _forget_dummy_step(engine: Any) -> None:
-    """DeepSpeed 0.19 makes the optimizer's state at stage 0 in bf16 by a step with zero gradients and leaves its
-    count: Adam's bias correction then starts at 2, and the first update is 0.74 of what it should be."""
+    """Reset the step count of DeepSpeed 0.19 at stage 0 in bf16.
+
+    DeepSpeed initializes the optimizer state by a step with zero gradients and keeps its count. Adam's bias correction
+    then starts at 2, and the first update is 0.74 of the correct one.
+    """
     for state in engine.optimizer.optimizer.state.values():
         state["step"].zero_()
 
 
 def schedules(cases: list[dict[str, Any]]) -> list[list[list[float]]]:
-    """Learning rates and betas of DeepSpeed's classes, case by case."""
+    """Return the learning rates and betas of DeepSpeed's schedules for each case."""
     from deepspeed.runtime import lr_schedules
 
     def make(case: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
@@ -73,7 +78,7 @@ def schedules(cases: list[dict[str, Any]]) -> list[list[list[float]]]:
 
 
 def difficulties(cases: list[dict[str, Any]]) -> list[list[int]]:
-    """Sequence lengths of DeepSpeed's curriculum at steps 1 .. `steps`, case by case."""
+    """Return the sequence lengths of DeepSpeed's curriculum at steps 1 .. `steps` for each case."""
     from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
     schedulers = [CurriculumScheduler(case["config"]) for case in cases]
@@ -84,10 +89,10 @@ def difficulties(cases: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def loss_scales(cases: list[dict[str, Any]]) -> list[list[Any]]:
-    """The paths of DeepSpeed's DynamicLossScaler: scale after each step, and "exhausted" where it gives up."""
+    """Return the scales of DeepSpeed's DynamicLossScaler after each step, with "exhausted" if it gives up."""
     from deepspeed.runtime.fp16 import loss_scaler
 
-    loss_scaler.dist = SimpleNamespace(get_rank=lambda: 1)  # it asks only whether to write a line
+    loss_scaler.dist = SimpleNamespace(get_rank=lambda: 1)  # used only to decide about logging
     paths = []
     for case in cases:
         keys = dict(case["keys"])
@@ -103,12 +108,12 @@ def loss_scales(cases: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def optimizers(cases: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
-    """Weights after some steps of each case's `optimizer`, by DeepSpeed's engine, or by its class for CPUs alone."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon's functions are compiled, for minutes
+    """Return the weights after a few steps of each case's `optimizer`, with the engine or the CPU class alone."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise Muon's functions are compiled, for minutes
     from deepspeed.runtime.zero.muon import original_muon
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    original_muon.ns_compute_dtype = lambda *_: torch.float32  # as ours on CPUs
+    original_muon.ns_compute_dtype = lambda *_: torch.float32  # same as ours on CPUs
     return [_class_steps(case) if "class" in case else _engine_steps(case) for case in cases]
 
 
@@ -138,7 +143,7 @@ def _class_steps(case: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def rows(cases: list[tuple[int, bool]]) -> list[list[float]]:
-    """Losses of DeepSpeed's PipelineModule, for each (ZeRO stage, ties)."""
+    """Return the losses of DeepSpeed's PipelineModule for each (ZeRO stage, ties)."""
     import deepspeed
     import deepspeed.pipe
 
@@ -154,14 +159,14 @@ def rows(cases: list[tuple[int, bool]]) -> list[list[float]]:
 
 
 def gates(_: None) -> list[Any]:
-    """What DeepSpeed's gates say."""
+    """Return the results of DeepSpeed's gates."""
     from deepspeed.moe import sharded_moe
 
     return gated(sharded_moe)
 
 
 def mixtures(_: None) -> list[list[float]]:
-    """Losses of DeepSpeed's layers of experts."""
+    """Return the losses of DeepSpeed's expert layers."""
     import deepspeed
     from deepspeed.moe.layer import MoE
 
@@ -171,7 +176,7 @@ def mixtures(_: None) -> list[list[float]]:
 
 
 def saves(root: str) -> list[list[float]]:
-    """Losses of DeepSpeed's runs after they were saved to directories below `root`."""
+    """Return the losses of DeepSpeed runs after saving them to directories below `root`."""
     import deepspeed
     from deepspeed.utils import safe_get_full_optimizer_state
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -183,7 +188,7 @@ def saves(root: str) -> list[list[float]]:
 
 
 def split_saves(given: list[str]) -> list[list[float]]:
-    """The same, of split models."""
+    """Return the same as `saves`, for split models."""
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -193,7 +198,7 @@ def split_saves(given: list[str]) -> list[list[float]]:
 
 
 def exports(root: str) -> list[dict[str, Any]]:
-    """What DeepSpeed makes of runs that were exported to directories below `root`."""
+    """Return DeepSpeed's results after loading the runs exported to directories below `root`."""
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -202,7 +207,7 @@ def exports(root: str) -> list[dict[str, Any]]:
 
 
 def conversions(root: str) -> None:
-    """Converts some of them with DeepSpeed's own program."""
+    """Convert some of the exports with DeepSpeed's own program."""
     convert(Path(root))
 
 

@@ -1,6 +1,8 @@
-"""What DeepSpeed's elasticity gives: `python -m tests.parity_deepspeed.elastic_table > tests/config/elastic.tsv`
+"""Generate the table of DeepSpeed's elasticity results.
 
-DeepSpeed 0.19.6 was the last version that had it, so this is run with that one, and the table is what tests read.
+    python -m tests.parity_deepspeed.elastic_table > tests/config/elastic.tsv
+
+DeepSpeed 0.19.6 was the last version with elasticity. Run this with that version; tests read the table.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ def sections() -> Iterator[dict[str, Any]]:
 
 
 def answer(section: dict[str, Any]) -> tuple[int, list[int]] | None:
-    """Batch size and data-parallel degrees; None where there are none."""
+    """Return the batch size and the data-parallel degrees; None if there are none."""
     from deepspeed.elasticity import compute_elastic_config
 
     per_node, found = section.get("num_gpus_per_node", 1), Counter[tuple[int, tuple[int, ...]]]()
     for nodes in range(1, 61):
-        # Version 0.2 looks at the number of GPUs, and answers for it alone where it is not in the list.
+        # Version 0.2 checks the number of GPUs, and returns a result for it alone if it is not in the list.
         os.environ["WORLD_SIZE"] = str(nodes * per_node)
         try:
             batch, degrees = compute_elastic_config({"elasticity": section}, "0.19.6")
@@ -52,7 +54,10 @@ def answer(section: dict[str, Any]) -> tuple[int, list[int]] | None:
 
 
 def micros(section: dict[str, Any], degrees: list[int]) -> list[int]:
-    """The micro batch on each degree; nothing under model parallelism, where its answer is about something else."""
+    """Return the micro batch for each degree.
+
+    Empty with model parallelism, where DeepSpeed's result means something else.
+    """
     from deepspeed.elasticity import compute_elastic_config
 
     if section.get("model_parallel_size", 1) > 1:

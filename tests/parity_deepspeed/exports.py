@@ -1,4 +1,4 @@
-"""Runs that launcher began and exported, and that the real DeepSpeed goes on with."""
+"""Runs that launcher began and exported, and that DeepSpeed resumes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ CONVERTED = (2, 5)  # their numbers
 
 
 def go_on(deepspeed: Any, root: Path) -> list[dict[str, Any]]:
-    """Load and go on with every case."""
+    """Load and resume every case."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     told = []
     for number, case in enumerate(CASES):
         where = str(root / f"{number}-out")
-        model = model_of(case, seed=7)  # its own values do not matter
+        model = model_of(case, seed=7)  # its initial values do not matter
         config = {
             **config_of(case, dist.get_world_size(), case["theirs"]),
             "zero_force_ds_cpu_optimizer": False,

@@ -1,4 +1,4 @@
-"""Parameters whose gradient is given, element by element: what an optimizer alone does to them."""
+"""A model whose gradients are given element by element, to test an optimizer alone."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 STEPS = 10
-REST: dict[str, Any] = {"train_batch_size": 1, "gradient_clipping": 0}  # of the JSON
+REST: dict[str, Any] = {"train_batch_size": 1, "gradient_clipping": 0}  # rest of the JSON
 SHAPES = {"up": (24, 16), "down": (16, 40), "square": (16, 16), "embed": (32, 16), "norm": (16,)}
 
 
 class Fields(nn.Module):
-    """One parameter of each shape; the loss of a step is their product with that step's gradient."""
+    """One parameter of each shape. The loss of a step is the product of parameters and that step's gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class Fields(nn.Module):
 
 
 def gradients(step: int) -> list[Tensor]:
-    """Of each parameter at a step."""
+    """Return the gradient of each parameter at a step."""
     generator = torch.Generator().manual_seed(1000 + step)
     return [torch.randn(shape, generator=generator) * 0.1 for shape in SHAPES.values()]
 
 
 def follow(engine: Any) -> dict[str, list[float]]:
-    """The weights after STEPS steps of an engine over Fields."""
+    """Return the weights after STEPS steps of an engine over Fields."""
     for step in range(STEPS):
         engine.backward(engine(step))
         engine.step()

@@ -1,6 +1,6 @@
-"""Ranks of a peer, forked from one process that has imported it: imports take longer than most of what they run.
+"""Ranks of a peer, forked from one process that has imported it, because imports take longer than most runs.
 
-Each rank is a process of its own, so what a peer changes in one run is not there in the next.
+Each rank is a separate process, so changes that a peer makes in one run do not affect the next.
 
     peer = Peer("tests.parity_deepspeed.deepspeed_side", "deepspeed")
     codes = peer.run(["train", "JOBS.json", "OUT.json"], [environment of each rank], [log of each rank], limit)
@@ -28,10 +28,10 @@ Code = int | str
 
 
 class Peer:
-    """The process, started at the first run. It ends with this one.
+    """The process that ranks are forked from. It starts at the first run and ends with this process.
 
     Args:
-        module: whose `main()` a rank calls.
+        module: the module whose `main()` a rank calls.
         before: modules to import before it.
     """
 
@@ -46,11 +46,11 @@ class Peer:
         logs: Sequence[Path],
         limit_s: float,
     ) -> list[Code]:
-        """Run it on ranks; return the exit code of each, or what became of it.
+        """Run it on ranks; return the exit code of each, or how it ended.
 
         Args:
-            ranks: the environment of each.
-            logs: a file for the output of each.
+            ranks: the environment of each rank.
+            logs: a file for the output of each rank.
             limit_s: seconds until ranks are killed.
         """
         process = self._process or self._start(ranks[0])
@@ -77,9 +77,11 @@ class Peer:
 
 
 def main() -> None:
-    """The process that ranks are forked from: a line of JSON for each run comes in, and one with its codes goes out."""
+    """Run the process that ranks are forked from: read one line of JSON per run, and write one line with the exit
+    codes.
+    """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is imported may print
+    os.dup2(2, 1)  # imports may print
     for name in sys.argv[1:]:
         module = importlib.import_module(name)
     _ask_once_for_the_cpu()
@@ -92,7 +94,7 @@ def main() -> None:
 
 
 def _ask_once_for_the_cpu() -> None:
-    """DeepSpeed asks before it loads any operator, and each time two processes are started to answer."""
+    """Cache the CPU check that DeepSpeed makes before it loads an operator, because each one starts two processes."""
     try:
         import cpuinfo
     except ImportError:
@@ -123,7 +125,7 @@ def _fork(module: Any, arguments: list[str], environment: dict[str, str], log: s
 
 
 def _codes(pids: list[int], limit_s: float) -> list[Code]:
-    """Wait for ranks. None outlives the tests: when these end, standard input does."""
+    """Wait for ranks. No rank outlives the tests: their end closes standard input."""
     codes: dict[int, Code] = {}
     by = time.monotonic() + limit_s
     while len(codes) < len(pids):

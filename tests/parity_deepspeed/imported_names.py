@@ -1,9 +1,9 @@
-"""Which names of DeepSpeed's do programs use? Reads checkouts and writes `imported_names.tsv`: name -> projects.
+"""Find the DeepSpeed names that projects use. Reads checkouts and writes `imported_names.tsv`: name -> projects.
 
     python -m tests.parity_deepspeed.imported_names PROJECT_DIRECTORY ... > tests/parity_deepspeed/imported_names.tsv
 
-A name is what stands after `deepspeed.`: what is imported, and what is asked of an imported module. Its projects are
-the names of the directories. Code that does not parse is left out, and so are copies of DeepSpeed's engine.
+A name is the part after `deepspeed.`: an imported name, or an attribute of an imported module. Projects are the names
+of the directories. Code that does not parse is skipped, and so are copies of DeepSpeed's engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ LIST = Path(__file__).with_suffix(".tsv")
 
 
 def names_in(source: str) -> set[str]:
-    """Dotted names below `deepspeed` that a program uses; `accelerator.get_accelerator().x` for those of the device."""
+    """Return the dotted names below `deepspeed` in a program.
+
+    `accelerator.get_accelerator().x` for those of the device.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
@@ -35,7 +38,7 @@ def names_in(source: str) -> set[str]:
 
 
 def _imported(tree: ast.AST) -> tuple[dict[str, str], set[str]]:
-    """What each imported word stands for, and what is imported."""
+    """Return the meaning of each imported name, and the set of imports."""
     known: dict[str, str] = {}
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -56,7 +59,7 @@ def _imported(tree: ast.AST) -> tuple[dict[str, str], set[str]]:
 
 
 def _name_of(node: ast.expr, known: dict[str, str]) -> str:
-    """The name that a chain of attributes stands for; "" for none of DeepSpeed's."""
+    """Return the dotted name of a chain of attributes; "" if it is not DeepSpeed's."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -79,7 +82,7 @@ def _sources(directory: Path) -> Iterator[str]:
 
 
 def collect(directories: list[Path]) -> dict[str, list[str]]:
-    """Name -> the projects that use it."""
+    """Return name -> the projects that use it."""
     users: dict[str, set[str]] = defaultdict(set)
     for directory in directories:
         for source in _sources(directory):
@@ -93,7 +96,7 @@ def collect(directories: list[Path]) -> dict[str, list[str]]:
 
 
 def read() -> dict[str, list[str]]:
-    """The list as it is kept."""
+    """Return the stored list."""
     lines = (line.split("\t") for line in LIST.read_text().splitlines())
     return {name: projects.split(" ") for name, projects in lines}
 

@@ -1,4 +1,4 @@
-"""One training job, told once and run by both engines: JSON, model, data, the loop over DeepSpeed's surface."""
+"""A training job that both engines run: JSON, model, data, and the loop over DeepSpeed's API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Job:
-    """What distinguishes one run of the table from another."""
+    """The parameters of one run."""
 
     stage: int
     dtype: str = "fp32"
@@ -30,27 +30,27 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Key of the results."""
+        """Return the key of the results."""
         tied = "tied" if self.tied else "untied"
         by = "" if self.managed else "-by_caller"
         return f"stage{self.stage}-{self.dtype}-acc{self.accumulation}-clip{self.clip:g}-{tied}-{self.scheduler}{by}"
 
     def config(self) -> dict[str, Any]:
-        """The JSON that both engines read."""
+        """Return the JSON for both engines."""
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
             "optimizer": {
                 "type": "AdamW",
-                # torch's AdamW in DeepSpeed too: nothing is compiled, and eps stands in the same place.
+                # torch's AdamW in DeepSpeed too: nothing is compiled, and eps is applied in the same place.
                 "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
             },
             "scheduler": {"type": self.scheduler, "params": self._schedule()},
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
             "steps_per_print": 1_000_000,
         }
-        if not self.managed:  # DeepSpeed takes it with overlap_comm at stage 2 only
+        if not self.managed:  # DeepSpeed accepts it with overlap_comm at stage 2 only
             config["managed_gradient_accumulation"] = False
             config["zero_optimization"]["overlap_comm"] = False
         if self.dtype == "bf16":
@@ -69,8 +69,10 @@ class Job:
         return params | ({"total_num_steps": STEPS} if self.scheduler == "WarmupDecayLR" else {})
 
     def model(self) -> PreTrainedModel:
-        """The same values in both engines. For bf16 they are rounded first: DeepSpeed starts its fp32 master
-        weights from the rounded ones."""
+        """Return the model, with the same values in both engines.
+
+        For bf16 the values are rounded first, because DeepSpeed's fp32 master weights start from the rounded values.
+        """
         model = tiny_llama(tied=self.tied)
         if self.dtype == "bf16":
             with torch.no_grad():
@@ -80,8 +82,9 @@ class Job:
 
 
 def train(engine: Any, job: Job) -> dict[str, list[Any]]:
-    """Losses (mean over the global batch), gradient norms before clipping (None where the engine keeps none),
-    learning rates: one a step."""
+    """Return losses (mean over the global batch), gradient norms before clipping (None if the engine has none), and
+    learning rates, one per step.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     losses, norms, rates = [], [], []
     for step in range(STEPS):

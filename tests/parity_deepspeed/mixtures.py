@@ -1,4 +1,4 @@
-"""Layers of experts that a script builds, told once and run by both engines; and their gates alone."""
+"""Expert layers that a script builds, run by both engines, and their gates alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GATES: list[tuple[str, dict[str, Any]]] = [
 
 
 def gated(sharded_moe: Any) -> list[dict[str, Any]]:
-    """What each of `GATES` says, from a module with DeepSpeed's names; dense and sparse."""
+    """Return the result of each of `GATES`, dense and sparse, from a module with DeepSpeed's names."""
     told = []
     for seed, (name, arguments) in enumerate(GATES):
         for sparse in (False, True):
@@ -45,12 +45,12 @@ def gated(sharded_moe: Any) -> list[dict[str, Any]]:
 
 
 class Classifier(nn.Module):
-    """Two layers of experts between dense ones.
+    """Two expert layers between dense layers.
 
     Args:
         moe: `deepspeed.moe.layer.MoE`, of either side.
-        arguments: of it.
-        balance: weight of the loss that evens out the experts' load; it depends on how rows lie on ranks.
+        arguments: arguments of the layer.
+        balance: weight of the load-balancing loss; it depends on the assignment of rows to ranks.
     """
 
     def __init__(self, moe: Any, arguments: dict[str, Any], balance: float = 0.1, seed: int = 5) -> None:
@@ -73,7 +73,7 @@ class Classifier(nn.Module):
 
 
 def train(initialize: Any, moe: Any) -> list[list[float]]:
-    """Mean losses of each of `LAYERS`, one a step."""
+    """Return the mean losses of each of `LAYERS`, one per step."""
     losses = []
     for layer in LAYERS:
         arguments = {key: value for key, value in layer.items() if key != "stage"}

@@ -1,4 +1,4 @@
-"""The learning rates and betas that a schedule gives an optimizer: at construction and after each of its steps."""
+"""The learning rates and betas that a schedule sets: at construction and after each step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ STEPS = 30
 def follow(
     make: Callable[[torch.optim.Optimizer], Any], groups: int = 1, base_lr: float = BASE_LR
 ) -> list[list[float]]:
-    """Makes the schedule over an Adam and steps it `STEPS` times.
+    """Create the schedule over an Adam and step it `STEPS` times.
 
     Args:
         make: optimizer -> schedule.
-        groups: param groups; group i has i + 1 times the rate.
+        groups: param groups; group i has i + 1 times the learning rate.
 
     Returns:
-        STEPS + 1 rows: rates of the groups, then their betas.
+        STEPS + 1 rows: learning rates of the groups, then their betas.
     """
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)]
     optimizer = torch.optim.Adam([{"params": [p], "lr": (i + 1) * base_lr} for i, p in enumerate(parameters)])

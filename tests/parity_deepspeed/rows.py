@@ -1,4 +1,4 @@
-"""A row of layers and its data, told once and run in two stages by both engines."""
+"""A sequence of layers and its data, run in two pipeline stages by both engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def module_of(pipe: Any, *, tied: bool) -> Any:
-    """A PipelineModule of two stages; `pipe` has the names of deepspeed.pipe."""
+    """Return a PipelineModule of two stages; `pipe` has the names of deepspeed.pipe."""
     ends = [pipe.LayerSpec(nn.Embedding, VOCAB, WIDTH), pipe.LayerSpec(nn.Linear, WIDTH, VOCAB)]
     if tied:
         first = pipe.TiedLayerSpec("word", nn.Embedding, VOCAB, WIDTH)
@@ -44,7 +44,7 @@ def module_of(pipe: Any, *, tied: bool) -> Any:
 
 
 def config_of(stage: int, *, tied: bool) -> dict[str, Any]:
-    """Without clipping where DeepSpeed has another norm: of ties at stage 0."""
+    """Return the JSON, without clipping for tied layers at stage 0, where DeepSpeed computes a different norm."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": PARTS,
@@ -59,7 +59,7 @@ def config_of(stage: int, *, tied: bool) -> dict[str, Any]:
 
 
 def train(engine: Any) -> list[float]:
-    """Mean losses, one a step, and one of held-out data at the end."""
+    """Return the mean losses, one per step, and the loss on held-out data at the end."""
     losses = [float(engine.train_batch(_data(step))) for step in range(STEPS)]
     return [*losses, float(engine.eval_batch(_data(STEPS)))]
 

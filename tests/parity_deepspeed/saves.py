@@ -1,4 +1,4 @@
-"""Runs that the real DeepSpeed begins and saves, and that either engine goes on with."""
+"""Runs that DeepSpeed begins and saves, and that either engine resumes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def config_of(case: dict[str, Any], world: int, stage: int | None = None) -> dic
 
 
 def arguments_of(case: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """What initialize() gets of the optimizer."""
+    """Return the optimizer arguments of initialize()."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if case["kind"] != "groups":
         return {"model_parameters": trained}
@@ -77,7 +77,7 @@ def arguments_of(case: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def steps(engine: Any, first: int, count: int, tp: int = 1) -> list[float]:
-    """Losses of steps over all ranks; `tp` of them have the same data."""
+    """Return the losses of steps, averaged over all ranks; `tp` ranks share the same data."""
     rank, world, losses = dist.get_rank(), dist.get_world_size(), []
     for step in range(first, first + count):
         (ids,) = share(batch(step, sequences=4) % 61, rank // tp, world // tp)
@@ -91,11 +91,11 @@ def steps(engine: Any, first: int, count: int, tp: int = 1) -> list[float]:
 
 
 def begin(initialize: Any, weights_of: Any, state_of: Any, root: Path) -> list[list[float]]:
-    """Run, save and go on with every case; return the losses after the save.
+    """Run, save and continue every case; return the losses after the save.
 
     Args:
         weights_of: reads weights in fp32 from a directory.
-        state_of: gathers a state of a parameter.
+        state_of: gathers an optimizer state of a parameter.
     """
     told = []
     for number, case in enumerate(CASES):
@@ -109,7 +109,7 @@ def begin(initialize: Any, weights_of: Any, state_of: Any, root: Path) -> list[l
             for name, parameter in engine.module.named_parameters()
             for kind in ("exp_avg", "exp_avg_sq")
             if case["stage"] == 3
-            and parameter.requires_grad  # at others it gathers those of its own classes only
+            and parameter.requires_grad  # at other stages it gathers only those of its own classes
         }
         told.append(steps(engine, BEFORE, AFTER))
         if case["stage"] and dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""The path of a loss scale over good steps and overflows."""
+"""A loss scale over good steps and overflows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXHAUSTED = "exhausted"
 def follow_scale(
     update: Callable[[bool], None], scale: Callable[[], float], overflows: list[bool]
 ) -> list[Any]:
-    """The scale after each step; ends with EXHAUSTED where an update raises."""
+    """Return the scale after each step; ends with EXHAUSTED if an update raises."""
     path: list[Any] = []
     for overflow in overflows:
         try:

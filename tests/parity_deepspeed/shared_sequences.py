@@ -1,9 +1,9 @@
-"""A script that shares sequences as DeepSpeed's tutorial does (ALST), on DeepSpeed and on ours, beside one process:
+"""Compare sequence parallelism as in DeepSpeed's tutorial (ALST), on DeepSpeed and on ours, with a single process:
 
     python -m tests.parity_deepspeed.shared_sequences [--family NAME ...] [--length 24] [--batch KIND ...]
 
-Writes, for each family of models and each kind of batch, how far the loss and the gradients are from those of one
-process in fp64. Two ranks, stage 3, fp32.
+For each model family and each kind of batch, prints the difference of loss and gradients from a single process in fp64.
+Two ranks, stage 3, fp32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIDES = ("ours", "DeepSpeed")
 
 
 def names_of(side: str) -> SimpleNamespace:
-    """What a script imports from `deepspeed`."""
+    """Return the names that a script imports from `deepspeed`."""
     if side == "ours":
         import launcher
         from launcher.engine.fragments import safe_get_full_grad
@@ -58,7 +58,7 @@ def names_of(side: str) -> SimpleNamespace:
 
 
 def measured(side: str, family: str, kinds: list[str], length: int) -> dict[str, list[float] | str]:
-    """Kind of batch -> [distance of the loss, of the gradients], or the error."""
+    """Return kind of batch -> [difference of the loss, of the gradients], or the error."""
     names = names_of(side)
     model = model_of(family)
     mpu = names.register(
@@ -103,7 +103,7 @@ def measured(side: str, family: str, kinds: list[str], length: int) -> dict[str,
 def on_slices(
     names: SimpleNamespace, engine: Any, batch: dict[str, Tensor]
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of a batch that every rank's loader gives."""
+    """Return the loss and the gradients of a batch that every rank's loader yields."""
     group, rank = names.groups._get_sequence_parallel_group(), names.groups._get_sequence_parallel_rank()
     batch = {**batch}
     if "position_ids" not in batch:  # DeepSpeed's adapter needs them
@@ -137,7 +137,7 @@ def on_slices(
 
 
 def of_one_process(family: str, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """The same in plain PyTorch, in fp64."""
+    """Return the same in plain PyTorch, in fp64."""
     model = model_of(family).double()
     loss = model(**batch).loss
     loss.backward()
@@ -172,7 +172,7 @@ def main() -> None:
 
 
 def on_ranks(side: str, family: str, flags: argparse.Namespace) -> dict[str, list[float] | str]:
-    """A process for each rank: DeepSpeed changes transformers for all models of a process."""
+    """Run each rank in its own process, because DeepSpeed changes transformers for all models of a process."""
     from tests.parity_deepspeed.conftest import run_ranks
 
     with tempfile.TemporaryDirectory() as name:

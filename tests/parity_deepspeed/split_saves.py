@@ -1,4 +1,6 @@
-"""Runs of split models (AutoTP, PipelineModule, experts) that the real DeepSpeed begins and saves; universal copies."""
+"""Runs of split models (AutoTP, PipelineModule, experts) that DeepSpeed begins and saves, and their universal
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ CASES: list[dict[str, Any]] = [
     {"tp": 2, "stage": 1, "kind": "groups"},
     {"tp": 2, "stage": 2, "kind": "plain", "dtype": "bf16"},
     {"tp": 2, "stage": 3, "kind": "plain"},
-    # Runs of one kind share processes: DeepSpeed's groups of a split model change what a PipelineModule does later.
+    # Runs of one kind share processes: DeepSpeed's groups for a split model affect a later PipelineModule.
     {"tp": 1, "pp": 2, "stage": 0, "kind": "plain"},
     {"tp": 1, "pp": 2, "stage": 1, "kind": "tied"},
     {"tp": 1, "pp": 2, "stage": 1, "kind": "plain", "dtype": "bf16"},
@@ -31,7 +33,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def cases_of(kind: str) -> list[tuple[int, dict[str, Any]]]:
-    """The cases of a kind, "tp", "pp" or "ep", with their numbers."""
+    """Return the cases of a kind, "tp", "pp" or "ep", with their numbers."""
     return [
         (number, case)
         for number, case in enumerate(CASES)
@@ -53,13 +55,13 @@ def config_of(case: dict[str, Any], world: int, tp: int, stage: int) -> dict[str
             config["tensor_parallel"] = {"autotp_size": tp}
     if case.get("dtype"):
         config[case["dtype"]] = {"enabled": True}
-    if case.get("dtype") and "pp" in case:  # its own class then, with files of its own
+    if case.get("dtype") and "pp" in case:  # DeepSpeed then uses a separate class with its own files
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
 
 def build(case: dict[str, Any], pipe: Any, moe: Any, seed: int = 0, ranks: int = 2) -> Any:
-    """The model. `pipe` and `moe`: DeepSpeed's module of pipelines and its class of experts, of either side."""
+    """Return the model. `pipe` and `moe`: DeepSpeed's pipeline module and its expert class, of either side."""
     if "ep" in case:
         told = {"ep_size": min(case["ep"], ranks), "k": 1, "drop_tokens": False, "use_rts": False}
         return Classifier(moe, told, balance=0.0, seed=seed)
@@ -74,7 +76,7 @@ def arguments_of(case: dict[str, Any], model: Any) -> dict[str, Any]:
 
 
 def steps(engine: Any, case: dict[str, Any], tp: int, first: int, count: int) -> list[float]:
-    """Losses of steps over all ranks."""
+    """Return the losses of steps over all ranks."""
     if "ep" in case:
         return [_classified(engine, step) for step in range(first, first + count)]
     if "pp" not in case:
@@ -83,7 +85,7 @@ def steps(engine: Any, case: dict[str, Any], tp: int, first: int, count: int) ->
 
 
 def _classified(engine: Any, step: int) -> float:
-    """Loss of a step of a model with experts, on this rank's part of four rows."""
+    """Return the loss of a step of a model with experts, on this rank's part of four rows."""
     torch.manual_seed(100 * step)
     x, wanted = torch.randn(4, TOKENS, WIDTH), torch.randint(CLASSES, (4,))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -96,14 +98,14 @@ def _classified(engine: Any, step: int) -> float:
 
 
 def _row(step: int, engine: Any) -> Any:
-    """Microbatches of this rank's part of a batch."""
+    """Return this rank's microbatches of a batch."""
     parts = batch(step, 2 * rows.PARTS).chunk(rows.PARTS)
     ways = dist.get_world_size() // 2
     return iter([share(part, dist.get_rank(engine.data_parallel_group), ways) * 2 for part in parts])
 
 
 def begin(deepspeed: Any, root: Path, kind: str) -> list[list[float]]:
-    """Run, save and go on with every case of a kind; return the losses after the save."""
+    """Run, save and continue every case of a kind; return the losses after the save."""
     import deepspeed.pipe as pipe
     from deepspeed.moe.layer import MoE
 
@@ -118,8 +120,8 @@ def begin(deepspeed: Any, root: Path, kind: str) -> list[list[float]]:
         steps(engine, case, case["tp"], 0, BEFORE)
         engine.save_checkpoint(str(root / str(number)))
         told.append(steps(engine, case, case["tp"], BEFORE, AFTER))
-        # Without the files of layers nothing says which layers are tied.
-        # Experts it does not convert.
+        # Without the layer files it is unknown which layers are tied.
+        # DeepSpeed does not convert experts.
         left = ("pp" in case and case["kind"] == "tied") or "ep" in case
         if case["stage"] and dist.get_rank() == 0 and not left:
             _convert(root / str(number))
@@ -129,7 +131,7 @@ def begin(deepspeed: Any, root: Path, kind: str) -> list[list[float]]:
 
 
 def _convert(root: Path) -> None:
-    """Write the universal layout of a checkpoint into a directory beside it."""
+    """Write the universal checkpoint next to the original one."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     tag = (root / "latest").read_text()

@@ -1,4 +1,4 @@
-"""A run that the real DeepSpeed began goes on here as it goes on there, on the same and on other topologies."""
+"""A run that DeepSpeed began resumes here with DeepSpeed's losses, on the same and on other topologies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.pool import RankContext, WorkerPool
 
 
 def go_on(ctx: RankContext, root: Path, further: int) -> list[list[float]]:
-    """Losses of every case after loading it, at a stage that is `further` than the one it was written at."""
+    """Return the losses of every case after loading it, at a stage `further` above the one it was saved at."""
     told = []
     for number, case in enumerate(CASES):
-        model = model_of(case, seed=7)  # its own values do not matter
+        model = model_of(case, seed=7)  # its initial values do not matter
         config = config_of(case, ctx.world, (case["stage"] + further) % 4)
         engine = launcher.initialize(model=model, config=config, **arguments_of(case, model))[0]
         path, client = engine.load_checkpoint(root / str(number))
@@ -41,8 +41,8 @@ def check_moments(root: Path, number: int) -> None:
     assert not want, CASES[number]
 
 
-# Ranks that wrote -> (ranks, further stages) of two runs that go on: every case on the same topology or at least at the
-# same stage, and on another one.
+# Saving ranks -> (ranks, further stages) of two resumed runs: every case on the same topology or at least at the same
+# stage, and on another one.
 TOPOLOGIES = {1: [(1, 0), (2, 2)], 2: [(2, 0), (1, 1)], 4: [(2, 0), (2, 3)]}
 
 

@@ -1,4 +1,4 @@
-"""Lengths of DeepSpeed's curriculum and ours, step by step."""
+"""Sequence lengths of DeepSpeed's curriculum and ours, step by step."""
 
 from __future__ import annotations
 

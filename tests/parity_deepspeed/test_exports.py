@@ -1,4 +1,4 @@
-"""A run that began here goes on in the real DeepSpeed, from what `launch export` wrote."""
+"""A run that began here resumes in DeepSpeed, from the files of `launch export`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.pool import RankContext, WorkerPool
 
 
 def begin(ctx: RankContext, root: Path) -> list[list[float]]:
-    """Run, save and go on with every case; return the losses after the save."""
+    """Run, save and continue every case; return the losses after the save."""
     told = []
     for number, case in enumerate(CASES):
         model = model_of(case)
@@ -51,7 +51,7 @@ def test_deepspeed_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
         assert got["losses"] == pytest.approx(want, rel=2e-4 if case.get("dtype") else 1e-6), case
         written = f"here at stage {case['stage']}, exported as {case['format']}"
         table.add(case, written, 2, f"DeepSpeed at stage {case['theirs']}", difference(got["losses"], want))
-        if case["format"] == "deepspeed" and case["theirs"]:  # their own zero_to_fp32
+        if case["format"] == "deepspeed" and case["theirs"]:  # DeepSpeed's zero_to_fp32
             weights = torch.load(tmp_path / f"{number}-fp32.pt")
             ours = get_fp32_state_dict_from_zero_checkpoint(tmp_path / str(number))
             assert set(weights) == set(ours), case
@@ -61,7 +61,7 @@ def test_deepspeed_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def _conversions(root: Path) -> None:
-    """What DeepSpeed's `ds_to_universal` makes of exported files is what is exported as universal."""
+    """Assert that DeepSpeed's `ds_to_universal`, run on exported files, gives the same files as a universal export."""
     for number in CONVERTED:
         source, out = str(root / str(number)), str(root / f"{number}-u")
         assert main(["export", source, out, "--format", "universal"]) == 0
@@ -73,5 +73,5 @@ def _conversions(root: Path) -> None:
         assert {path.relative_to(own) for path in own.glob("*/*.pt") if path.stem != "step"} == names
         for name in names:
             got, want = (torch.load(place / name, weights_only=False) for place in (made, own))
-            got = got["param"] if isinstance(got, dict) else got  # of stage 3 there is no dict around it
+            got = got["param"] if isinstance(got, dict) else got  # stage 3 has no dict around it
             assert torch.equal(got.flatten(), want["param"].flatten()), (number, name)

@@ -1,4 +1,4 @@
-"""The loss scale, step by step: DeepSpeed's DynamicLossScaler and ours over the same overflows."""
+"""The loss scale, step by step: DeepSpeed's DynamicLossScaler and ours with the same overflows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = [
 
 
 def cases() -> list[dict[str, Any]]:
-    """Each set of keys with few, with some and with many overflows."""
+    """Return each set of keys with few, with some and with many overflows."""
     made = []
     for i, keys in enumerate(KEYS):
         for share in (0.02, 0.2, 0.6):

@@ -1,4 +1,4 @@
-"""A script's own layers of experts: losses, gates and random numbers are DeepSpeed's."""
+"""A script's own expert layers give DeepSpeed's losses, gates and random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CSV files of both: the same names and columns, the same numbers where both write one."""
+"""The CSV files of both engines have the same names and columns, and the same numbers where both write one."""
 
 from __future__ import annotations
 

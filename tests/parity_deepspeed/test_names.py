@@ -1,4 +1,4 @@
-"""The lists of names are those of the installed DeepSpeed, and what is only data or arithmetic is equal to it."""
+"""The lists of names match the installed DeepSpeed, and names that are only data or arithmetic have equal values."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_helpers_answer_the_same() -> None:
     assert norms.prefix_sum_inc([1, 2, 3]) == theirs.prefix_sum_inc([1, 2, 3])
     for weights, parts in (([1, 2, 3, 4, 5], 2), ([5, 1, 1, 1], 3), ([1, 1], 2)):
         mine, other = utilities.partition_balanced(weights, parts), theirs.partition_balanced(weights, parts)
-        assert _heaviest(mine, weights) == _heaviest(other, weights)  # among equal ones the cuts may differ
+        assert _heaviest(mine, weights) == _heaviest(other, weights)  # cuts of equal weight may differ
     trim = importlib.import_module("deepspeed.utils.timer").trim_mean
     for data in ([1.0, 2.0, 3.0, 100.0], [5.0]):
         assert timing.trim_mean(data, 0.1) == pytest.approx(trim(data, 0.1))
@@ -85,7 +85,7 @@ def test_sequences_in_chunks_are_the_same() -> None:
     torch.testing.assert_close(*outputs)
     slopes = [
         torch.autograd.grad(out.square().sum(), given) for out in outputs
-    ]  # theirs overwrites x: it comes last
+    ]  # theirs overwrites x, so it comes last
     torch.testing.assert_close(*slopes)
     args = SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=6)
     tokens = torch.arange(24).view(2, 12)
@@ -122,7 +122,7 @@ def test_a_curriculum_is_the_same() -> None:
 
 
 def test_rows_of_tokens_have_the_same_files(tmp_path: Path) -> None:
-    """The bytes are those that DeepSpeed writes, and each reads the other's."""
+    """Our files are byte-identical to DeepSpeed's, and each side reads the other's."""
     theirs = importlib.import_module("deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset")
     rows = [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])]
     for name, home in (("mine", indexed_dataset), ("other", theirs)):
@@ -151,13 +151,13 @@ def test_the_accelerator_of_a_cpu_answers_the_same() -> None:
 
 
 def served() -> Iterator[tuple[str, Any, Any]]:
-    """Every name that is served and that the installed DeepSpeed has: its path, what it is there, and here."""
+    """Yield every available name that the installed DeepSpeed has: its path, DeepSpeed's object, and ours."""
     for module, names in NAMES.items():
         for name in names:
             try:
                 theirs = getattr(importlib.import_module(f"deepspeed.{module}".rstrip(".")), name)
             except (ImportError, AttributeError, RuntimeError):
-                continue  # it needs a GPU, or is in an older version
+                continue  # needs a GPU, or exists only in an older version
             yield f"{module}.{name}".lstrip("."), theirs, look_up(module, name)
 
 
@@ -173,7 +173,7 @@ def kind_of(owner: type, name: str) -> str | None:
 
 
 def test_what_is_called_there_is_called_here() -> None:
-    """A property that is a method there, or the other way round, breaks the script that asks for it."""
+    """A property must not be a method in DeepSpeed, or vice versa: scripts that use it would break."""
     differing, compared = [], 0
     for below, theirs, mine in served():
         for attribute in dir(theirs) if both_are_classes(theirs, mine) else ():
@@ -197,7 +197,7 @@ OTHER_PARAMETERS = {
     "FusedLion.step": "arguments that DeepSpeed refuses, too",
     "lr_schedules.": "the number of a step has another name",
 }
-"""Where keywords of DeepSpeed's are not taken: why."""
+"""DeepSpeed keywords that are not accepted -> the reason."""
 
 
 def test_keywords_that_are_taken_there_are_taken_here() -> None:
@@ -219,7 +219,7 @@ def test_keywords_that_are_taken_there_are_taken_here() -> None:
 
 
 def lost_keywords(theirs: Any, mine: Any) -> set[str]:
-    """Parameters of a function of DeepSpeed's that ours does not take by their names."""
+    """Return the parameters of a DeepSpeed function that ours does not accept as keywords."""
     if not inspect.isfunction(theirs) or not callable(mine):
         return set()
     there, here = (inspect.signature(function).parameters for function in (theirs, mine))

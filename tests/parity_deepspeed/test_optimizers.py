@@ -1,6 +1,6 @@
-"""The same `optimizer` section and gradients through DeepSpeed's optimizers and ours: the same weights after ten steps.
+"""The same `optimizer` section and gradients give the same weights after ten steps in DeepSpeed's optimizers and ours.
 
-DeepSpeed's Lamb runs on CUDA only: its formula is in tests/optim/references.py instead.
+DeepSpeed's Lamb requires CUDA; its formula is in tests/optim/references.py instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def ours(ctx: RankContext, cases: list[dict[str, Any]]) -> list[dict[str, list[f
 
 
 def assert_same(pool: WorkerPool, cases: dict[str, dict[str, Any]], directory: Path) -> None:
-    """To 1e-5 of a weight; and each moved by far more."""
+    """Assert that weights agree to 1e-5, and that each has moved much further."""
     theirs = run_deepspeed("optimizers", list(cases.values()), 1, directory)
     start = {name: p.detach().flatten() for name, p in Fields().named_parameters()}
     for case, want, got in zip(cases, theirs, pool.run(ours, 1, list(cases.values()))[0], strict=True):

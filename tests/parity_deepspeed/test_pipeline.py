@@ -1,5 +1,6 @@
-"""The same row of layers, JSON and data through DeepSpeed's pipeline and through ours: the same first values, by
-seed_layers, and the same losses."""
+"""The same layers, JSON and data in DeepSpeed's pipeline and in ours give the same initial values (seed_layers) and
+losses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates and betas, value by value, of DeepSpeed's schedules and ours for the same keywords."""
+"""Learning rates and betas of DeepSpeed's schedules and ours are equal for the same keywords."""
 
 from __future__ import annotations
 

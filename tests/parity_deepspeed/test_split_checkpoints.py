@@ -1,4 +1,4 @@
-"""A run whose model the real DeepSpeed had split goes on here as it goes on there, split alike, otherwise, or whole."""
+"""A run whose model DeepSpeed split resumes here with DeepSpeed's losses, with the same, another or no split."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from tests.pool import RankContext, WorkerPool
 
 
 def go_on(ctx: RankContext, root: Path, kind: str, tp: int, further: int, layout: str) -> list[Any]:
-    """Losses of every case after loading it, split over `tp` ranks, at a stage that is `further`; None: not tried."""
+    """Return the losses of every case after loading it, over `tp` ranks, at a stage `further` above.
+
+    None: not tested.
+    """
     told: list[Any] = []
     for number, case in cases_of(kind):
         where, stage = root / f"{number}{layout}", (case["stage"] + further) % 4
         if not where.exists() or ("pp" in case and (ctx.world == 1 or stage > 1)):
             told.append(None)
             continue
-        model = build(case, launcher.pipe, MoE, seed=7, ranks=ctx.world)  # its own values do not matter
+        model = build(case, launcher.pipe, MoE, seed=7, ranks=ctx.world)  # its initial values do not matter
         config = config_of(case, ctx.world, tp, stage)
         engine = launcher.initialize(model=model, config=config, **arguments_of(case, model))[0]
         path, _ = engine.load_checkpoint(where)
@@ -35,7 +38,7 @@ def go_on(ctx: RankContext, root: Path, kind: str, tp: int, further: int, layout
     return told
 
 
-# Ranks that wrote -> (ranks, degree of tensor parallelism, further stages, layout) of the runs that go on.
+# Saving ranks -> (ranks, tensor-parallel degree, further stages, layout) of the resumed runs.
 TOPOLOGIES = {
     2: [(2, 2, 0, ""), (1, 1, 1, ""), (2, 1, 2, "-universal")],
     4: [(2, 1, 0, ""), (4, 2, 3, ""), (2, 1, 0, "-universal")],
@@ -59,7 +62,7 @@ def test_losses_go_on(pool: WorkerPool, tmp_path: Path, world: int, kind: str) -
             for (_, case), got, want in zip(cases_of(kind), mine, theirs, strict=True):
                 if got is None:
                     continue
-                # In 16 bits sums of gradients differ; the first loss of a PipelineModule, of what was loaded, does not.
+                # 16-bit gradient sums differ; a PipelineModule's first loss after loading does not.
                 bar = 1e-6 if not case.get("dtype") else 2e-4 if kind == "tp" else 5e-4
                 first = 2e-4 if case.get("dtype") and kind != "pp" else 1e-6
                 assert got[0] == pytest.approx(want[0], rel=first), (case, ranks, tp, further, layout)

@@ -1,4 +1,4 @@
-"""The same JSON, model and data through DeepSpeed and through the launcher: the same run, step by step."""
+"""The same JSON, model and data in DeepSpeed and in the launcher give the same run, step by step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ours(ctx: RankContext, job: Job) -> dict[str, list[Any]]:
 def both(
     pool: WorkerPool, theirs: dict[str, dict[str, list[Any]]], job: Job
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """(ours, DeepSpeed's); ranks of ours agree, and the run went somewhere."""
+    """Return (ours, DeepSpeed's), after checking that our ranks agree and the loss falls."""
     ranks = pool.run(ours, WORLD, job)
     assert ranks[0] == ranks[1]
     assert len(ranks[0]["losses"]) == STEPS

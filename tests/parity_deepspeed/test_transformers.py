@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: the same script and JSON with DeepSpeed itself and with ours, 20 steps, and resumed."""
+"""Hugging Face's Trainer: the same script and JSON with DeepSpeed and with ours, 20 steps, and resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_deepspeed(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Results of every scenario: ours, DeepSpeed's."""
+    """Return the results of every scenario: ours, DeepSpeed's."""
     ours, theirs = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("theirs")
     return run(ours, WORLD, NAMES), run_deepspeed(theirs)
 
@@ -36,11 +36,11 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
 def test_the_trainer_sees_deepspeeds_numbers(
     both: tuple[dict[str, Any], dict[str, Any]], name: str, part: str
 ) -> None:
-    """Losses, norms of gradients and learning rates, to five digits and better."""
+    """Losses, gradient norms and learning rates agree to at least five digits."""
     ours, theirs = (side[name][part] for side in both)
     assert ours["engine"].startswith("launcher.") and theirs["engine"].startswith("deepspeed.")
     assert len(ours["losses"]) == 20
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
     assert ours["rates"] == pytest.approx(theirs["rates"])
-    if not math.isnan(theirs["norms"][0]):  # DeepSpeed tells none at stage 0
+    if not math.isnan(theirs["norms"][0]):  # DeepSpeed reports none at stage 0
         assert ours["norms"] == pytest.approx(theirs["norms"], rel=5e-6)

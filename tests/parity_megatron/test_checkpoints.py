@@ -1,4 +1,4 @@
-"""Megatron-Core's run goes on here, and one of launcher's goes on there, with the same losses."""
+"""A Megatron-Core run resumes here, and a launcher run resumes there, with the same losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What blocks and ends of Hugging Face models cost: estimates against counted operations, and every method."""
+"""Costs of blocks and ends of Hugging Face models: estimates compared with counted operations, for every method."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_dealt_out() -> None:
 
 
 def test_split_layers_are_counted_as_they_are() -> None:
-    """On 2 tensor-parallel ranks a block costs half; what is left are the scores, which shapes do not show."""
+    """On 2 tensor-parallel ranks a block costs half, except for the attention scores, which shapes do not show."""
     model = meta()
     whole, half = (model_costs(model, "best", sequence=SEQUENCE, tp=tp).blocks[0] for tp in (1, 2))
     assert whole - half == 2 * SEQUENCE * SEQUENCE * 32

@@ -1,4 +1,4 @@
-"""PipeDream and PipeDream-2BW, executed: they train as one process does that is given equally old weights."""
+"""PipeDream and PipeDream-2BW train like one process that uses equally old weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run; all ranks that are no stages are data-parallel."""
+    """One run; ranks beyond the stages are data-parallel."""
 
     schedule: str
     stages: int
@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """Of a rank: losses, weights of all stages, the stage of each of its own, and versions it had at once."""
+    """Results of a rank: losses, weights of all stages, the stages of its own, and its peak number of versions."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -79,7 +79,7 @@ class Found:
 
 
 def train(ctx: RankContext, case: Case, rows: bool = False) -> Found:
-    """`rows`: of a row of layers."""
+    """Train; `rows`: a sequence of layers."""
     engine = engine_of(case.config(), row(case.tied) if rows else tiny_llama(case.tied, case.layers))
     losses = (
         [one_of_rows(engine, step) for step in range(STEPS)] if rows else advance(engine, range(STEPS))[0]
@@ -98,7 +98,7 @@ def one_of_rows(engine: Any, step: int) -> float:
 
 
 def off_by(found: list[Found], case: Case, seen: Any = None, rows: bool = False) -> float:
-    """The largest relative difference of losses and weights from the simulation."""
+    """Return the largest relative difference of losses and weights from the simulation."""
     model: Any = row(case.tied).build(0, 9) if rows else tiny_llama(case.tied, case.layers)
     loss: Any = (lambda layers, ids: loss_of(layers(ids), ids)) if rows else of_language_model
     stages = {name: stage for of_rank in found for name, stage in of_rank.own.items()}
@@ -144,7 +144,7 @@ def test_as_one_process_with_old_weights(pool: WorkerPool, case: Case) -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("name", ["pipedream", "2bw"])
 def test_beside_data_parallel_ranks(pool: WorkerPool, name: str, zero: int) -> None:
-    """A microbatch of the simulation is what two ranks have of it together."""
+    """A microbatch of the simulation combines those of two ranks."""
     case = Case(name, 2, 4, zero=zero)
     found = pool.run(train, 4, case)
     assert off_by(found, case) <= TOLERANCE
@@ -156,7 +156,7 @@ def test_a_row_of_layers(pool: WorkerPool, case: Case) -> None:
 
 
 def test_the_age_of_weights_is_seen(pool: WorkerPool) -> None:
-    """The comparison itself: weights of another age are not taken for the same."""
+    """Checks the comparison itself: weights of another age give other results."""
     for case in (Case("pipedream", 2, 4), Case("2bw", 2, 4)):
         found = pool.run(train, 2, case)
         every = case.microbatches if case.schedule == "2bw" else 1
@@ -165,8 +165,11 @@ def test_the_age_of_weights_is_seen(pool: WorkerPool) -> None:
 
 
 def resume(ctx: RankContext, directory: str, case: Case) -> list[Any]:
-    """Weights and losses: of two steps, saved, and two more; of the latter two after a load into the same engine, into
-    another one, and into a synchronous one that takes the first of them."""
+    """Return weights and losses of two steps, saved, and two more.
+
+    And of the latter two after loading into the same engine, into another one, and into a synchronous one that takes
+    only the first of them.
+    """
     engine = engine_of(case.config(), tiny_llama(layers=case.layers))
     advance(engine, range(2))
     engine.save_checkpoint(directory)
@@ -186,7 +189,7 @@ def resume(ctx: RankContext, directory: str, case: Case) -> list[Any]:
 
 
 def test_a_checkpoint_has_the_newest_weights(pool: WorkerPool, tmp_path: Path) -> None:
-    """A load begins the delay anew: the first step after it sees what was loaded, as a synchronous one does."""
+    """A load resets the delay: the first step after it uses the loaded weights, like a synchronous one."""
     for rank in pool.run(resume, 2, str(tmp_path), Case("2bw", 2, 4)):
         saved, went_on, loaded, again, held, elsewhere, _, synchronous, alone = rank
         assert all(torch.equal(saved[name], weight) for name, weight in loaded.items())
@@ -196,7 +199,7 @@ def test_a_checkpoint_has_the_newest_weights(pool: WorkerPool, tmp_path: Path) -
 
 
 def evaluate(ctx: RankContext, name: str) -> tuple[float, float, int]:
-    """The loss of one microbatch, in stages after two steps, and in a model with the newest weights."""
+    """Return the loss of one microbatch: in stages after two steps, and in a model with the newest weights."""
     case = Case(name, 2, 4)
     engine = engine_of(case.config(), tiny_llama(layers=case.layers))
     advance(engine, range(2))
@@ -214,13 +217,13 @@ def evaluate(ctx: RankContext, name: str) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize("name", ["pipedream", "2bw"])
 def test_evaluations_take_the_newest_weights(pool: WorkerPool, name: str) -> None:
-    """And fewer microbatches than there are stages."""
+    """This includes fewer microbatches than stages."""
     for got, want, steps in pool.run(evaluate, 2, name):
         assert got == pytest.approx(want, rel=1e-5) and steps == 2
 
 
 def bf16(ctx: RankContext, name: str) -> tuple[list[float], list[float], dict[str, int], int]:
-    """Losses in bf16 and in fp32 with the same delay; what is held in bf16, and versions that there were."""
+    """Return the losses in bf16 and in fp32 with the same delay, the bytes held in bf16, and the number of versions."""
     case = Case(name, 2, 4)
     section = {"bf16": {"enabled": True, "check_grad_overflow": False}}
     schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.003}}}

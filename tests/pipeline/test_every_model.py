@@ -1,5 +1,7 @@
-"""Every causal-LM type is cut right or refused in words: odd ones here, all of them in `make models`; and models that
-no type is like, to find what cannot be cut."""
+"""Every causal-LM type is split correctly or refused with a reason.
+
+Unusual types are tested here, all of them in `make models`. Artificial models show what cannot be split.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Four blocks. What each gets besides the states of the one before is the way of the model."""
+    """Four blocks. What each gets besides the previous hidden states depends on the model."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -93,8 +95,10 @@ def gradients(net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def in_stages(way: str, times: int = 2) -> tuple[float, dict[str, Tensor], int]:
-    """The loss of the last time, all its gradients, and how many tensors the first stage sends. The first time is the
-    one that finds out what crosses."""
+    """Return the last loss, all its gradients, and the number of tensors that the first stage sends.
+
+    The first pass determines what crosses stages.
+    """
     ids = torch.arange(6).view(2, 3)
     signature = signature_of(ids)
     stages = [StagedModel(Net(way), [0, 1, 2, 3, 4], [0, 1, 2, 3], rank) for rank in range(4)]

@@ -1,4 +1,4 @@
-"""Records, traces and pictures of timelines."""
+"""Records, traces and plots of timelines."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_trace_has_a_thread_for_each_rank() -> None:
 
 
 def test_a_picture_has_a_box_for_every_action() -> None:
-    """Twice as slow is drawn twice as wide, on one scale; bubble and memory stand in the captions."""
+    """An action that takes twice as long is twice as wide, on one scale; the captions contain bubble and memory."""
     predicted, measured = timeline_of("zb-h1", 1, 1, 1), timeline_of("zb-h1", 2, 2, 2)
     root = ElementTree.fromstring(svg(predicted, "a < b", measured, unit="s"))
     boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]

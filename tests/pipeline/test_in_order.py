@@ -1,6 +1,6 @@
-"""Pipelines over communicators that do one thing after the other, as NCCL's do: nobody waits for ever.
+"""Pipelines over communicators that execute in order, like NCCL's, do not deadlock.
 
-Without `open_ways` the cases below hang: a receive that was posted ahead keeps back the send that it waits for.
+Without `open_ways` the cases below hang: a receive that was posted early blocks the send that it waits for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT = timedelta(seconds=60)
 
 
 class Communicator:
-    """Sends and receives of a process group, one after the other in the order in which they were started."""
+    """Sends and receives of a process group, executed one after another in the order in which they were started."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._stream = group, ThreadPoolExecutor(1)
@@ -86,7 +86,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("schedule", ROUTES)
 def test_four_stages(pool: WorkerPool, schedule: str) -> None:
-    """Each rank opens the ways that it is on, in one order on all ranks, and none that nothing goes by."""
+    """Each rank opens its connections in an order common to all ranks, and no unused ones."""
     for rank, (found, opened) in enumerate(pool.run(compared, 4, Case(schedule, 8, 0, False))):
         assert found.largest <= TOLERANCE
         assert opened == [way for way in both_ways(ROUTES[schedule]) if rank in (way.source, way.to)]

@@ -1,4 +1,4 @@
-"""`PipelineModule`: any cut makes the same model, under the same names; ties, methods, seeds and refusals."""
+"""`PipelineModule`: any partition gives the same model with the same names; ties, methods, seeds and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def logits(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def row() -> list[Any]:
-    """Seven layers, the first and the last of which are one."""
+    """Return seven layers, the first and the last of which are tied."""
     return [
         TiedLayerSpec("word", nn.Embedding, VOCABULARY, WIDTH),
         LayerSpec(Block, WIDTH, scale=0.5),
@@ -60,7 +60,7 @@ def values(built: list[PipelineStage]) -> Iterator[tuple[str, Tensor]]:
 
 
 def another_rank(seed: int) -> None:
-    """Random numbers of its own."""
+    """Use different random numbers."""
     torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
 
 
@@ -90,7 +90,7 @@ def test_any_cut_makes_the_same_model(boundaries: list[int], seed_layers: bool) 
 
 
 def test_seeds() -> None:
-    """Layers of one class differ; seed_layers is base_seed + i; the random state outside stays."""
+    """Layers of one class differ; seed_layers is base_seed + i; the random state outside is unchanged."""
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     before = torch.get_rng_state()
     drawn = (random.random(), np.random.rand())

@@ -1,4 +1,4 @@
-"""A sequence whose items are made when they are asked for: what making one raises is what its reader gets."""
+"""A sequence whose items are created on access: exceptions reach the reader."""
 
 from __future__ import annotations
 

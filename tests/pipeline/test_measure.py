@@ -1,4 +1,4 @@
-"""`"partition": "profile"`: a slow layer gets a stage with fewer others, and measuring leaves no trace."""
+"""`"partition": "profile"`: a slow layer gets a stage with fewer layers, and measuring leaves no trace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Slow(nn.Module):
 
 
 def slow_down(model: nn.Module, block: int) -> nn.Module:
-    """A block of the model sleeps in its forward."""
+    """Make a block of the model sleep in its forward."""
     inner = unit_modules(model)[block][1].self_attn
     inner.register_forward_pre_hook(lambda *_: time.sleep(NAP))
     return model

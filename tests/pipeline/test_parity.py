@@ -1,4 +1,4 @@
-"""Models cut into stages train as one process does: a sample here, the whole table in `make stages`."""
+"""Pipeline-parallel models train like one process: a sample here, the whole table in `make stages`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_as_one_process(pool: WorkerPool, world: int, case: Case) -> None:
 
 
 def test_a_wrong_gradient_is_seen(pool: WorkerPool) -> None:
-    """The comparison itself: a run of other microbatches is not taken for the same."""
+    """Checks the comparison itself: a run with other microbatches gives other results."""
     found = pool.run(compare, 2, Case("1f1b", 4, 0, False), 3, 1)[0]
     assert found.largest > TOLERANCE

@@ -1,4 +1,4 @@
-"""The best cut of a row of layers: against every cut there is, at size, and what a person is told."""
+"""The best partition of a sequence of layers: compared with all partitions, at scale, and its report."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from launcher.pipeline.partition.best_cut import Balance, partition
 
 
 def quality(costs: Sequence[float], boundaries: Sequence[int]) -> tuple[float, float, int]:
-    """What is made small: the dearest stage, the squares of costs, the squares of numbers of layers."""
+    """Return what is minimized: the most expensive stage, the squares of costs, the squares of layer counts."""
     parts = [sum(costs[begin:end]) for begin, end in pairwise(boundaries)]
     counts = [end - begin for begin, end in pairwise(boundaries)]
     return max(parts), sum(part**2 for part in parts), sum(count**2 for count in counts)
 
 
 def best(costs: Sequence[float], stages: int) -> tuple[float, float, int]:
-    """By trying every cut."""
+    """Try every partition."""
     cuts = itertools.combinations(range(1, len(costs)), stages - 1)
     return min(quality(costs, [0, *cut, len(costs)]) for cut in cuts)
 
@@ -34,7 +34,7 @@ def every_small_row() -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def some_rows(number: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Where an even sum of squares and a cheap dearest stage often are two cuts."""
+    """Sequences for which the smallest sum of squares and the cheapest longest stage often differ."""
     draw = random.Random(0)
     for _ in range(number):
         layers = draw.randint(6, 9)
@@ -78,7 +78,7 @@ def test_many_layers_take_no_time(costs: list[float]) -> None:
 
 def test_too_few_layers_and_wrong_costs() -> None:
     with pytest.raises(
-        ConfigError, match=r"2 layers cannot be divided among 3 stages(?s:.)*at most 2 stages"
+        ConfigError, match=r"2 layers cannot be split into 3 stages(?s:.)*at most 2 virtual stages"
     ):
         partition([1, 1], 3)
     for costs in ([-1.0, 1.0], [float("nan"), 1.0], [float("inf"), 1.0]):

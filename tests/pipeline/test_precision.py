@@ -1,4 +1,4 @@
-"""16-bit training in stages: the loss is scaled in the last stage, and all stages take the scale away again."""
+"""16-bit pipeline training: the last stage scales the loss, and all stages unscale gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FP16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
 def train(
     ctx: RankContext, schedule: str, fp16: dict[str, Any]
 ) -> tuple[list[float], list[float], float, int]:
-    """(losses, gradient norms, the scale at the end, steps that were left out)."""
+    """Return (losses, gradient norms, the final scale, skipped steps)."""
     pipeline = {"stages": ctx.world, "schedule": schedule}
     engine = engine_of(config_of(1, MICROBATCHES, pipeline, fp16=fp16), tiny_llama(layers=4))
     losses, norms = advance(engine, range(STEPS))
@@ -28,7 +28,7 @@ def train(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_losses_and_norms_are_those_of_one_process_in_fp32(pool: WorkerPool, schedule: str) -> None:
-    """The scale of 256 is in neither of them."""
+    """Neither contains the scale of 256."""
     adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1)
     want = train_plain(tiny_llama(layers=4), batch, adamw, STEPS, MICROBATCHES, CLIP)
     for losses, norms, scale, skipped in pool.run(train, 2, schedule, FP16):

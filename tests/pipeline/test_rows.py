@@ -1,4 +1,4 @@
-"""A row of layers in stages trains as its layers do in one process: PipelineModule, nn.Sequential, what crosses."""
+"""A sequence of layers in stages trains like in one process: PipelineModule, nn.Sequential, tensors between stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ States = tuple[Tensor, Tensor]  # numbers of the tokens, and which of them count
 
 
 class Embed(nn.Module):
-    """Hands a mask of whole numbers on, which has no gradient."""
+    """Passes an integer mask on, which has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def row(tied: bool, **arguments: Any) -> PipelineModule:
-    """Nine layers; one has no parameters, and works in place."""
+    """Return nine layers; one has no parameters, and works in place."""
     ends = [TiedLayerSpec("word", Embed), TiedLayerSpec("word", Embed, forward_fn=logits)]
     first, last = ends if tied else [LayerSpec(Embed), LayerSpec(Head)]
     mixes = [LayerSpec(Mix, WIDTH) for _ in range(5)]
@@ -79,7 +79,7 @@ def pairs(step: int, rank: int, world: int, microbatches: int) -> list[tuple[Ten
 def train(
     ctx: RankContext, module: nn.Module, config: dict[str, Any], make: Any = pairs, **given: Any
 ) -> dict[str, Any]:
-    """What `STEPS` steps leave, of all stages."""
+    """Return the results of `STEPS` steps, of all stages."""
     engine = engine_of(config, module, **given)
     losses, norms, dp = [], [], engine.mesh.dp
     for step in range(STEPS):
@@ -98,7 +98,7 @@ def train_rows(ctx: RankContext, cases: list[tuple[bool, dict[str, Any]]]) -> li
 
 
 def plainly(module: nn.Module, loss_fn: Any, make: Any = pairs) -> dict[str, Any]:
-    """The same in one process, without the launcher."""
+    """Train the same in one process, without the launcher."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.1)
     losses, norms = [], []
     for step in range(STEPS):
@@ -162,7 +162,7 @@ def test_any_cut_trains_alike(pool: WorkerPool, ranks: int) -> None:
 
 
 def from_own_parameters(ctx: RankContext) -> tuple[int, dict[str, Any], str]:
-    """A script asks a row for its parameters before initialize(): those of this rank's stage."""
+    """A script asks the module for its parameters before initialize(): those of this rank's stage."""
     module = row(False, num_stages=2)
     for context in (Init(), PartitionedInit()):
         with context:
@@ -193,7 +193,7 @@ def sequential() -> nn.Sequential:
 
 
 class SquareMean(nn.Module):
-    """A last layer that gives the loss."""
+    """A last layer that returns the loss."""
 
     def forward(self, values: Tensor) -> Tensor:
         return values.square().mean()
@@ -224,7 +224,7 @@ def partial_sequential(ctx: RankContext, config: dict[str, Any]) -> dict[str, An
 
 
 def surface(ctx: RankContext, directory: str) -> dict[str, Any]:
-    """DeepSpeed's names on an engine of two stages."""
+    """Use DeepSpeed's names on an engine of two stages."""
     monitor = {"enabled": True, "output_path": directory, "job_name": "monitor"}
     module = row(True, num_stages=2, topology=PipeDataParallelTopology(2, 1))
     rows = [row_ for step in range(4) for row_ in batch(step)]
@@ -311,7 +311,7 @@ def test_what_contradicts_itself(pool: WorkerPool) -> None:
 
 
 def bad_rows(ctx: RankContext) -> list[str]:
-    """Mistakes that only data show."""
+    """Mistakes that show only with data."""
     texts = []
     for layers, loss_fn, given in (
         ([nn.Linear(4, 4), nn.ReLU()], None, (torch.ones(2, 4), torch.ones(2, 4))),

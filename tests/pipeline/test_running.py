@@ -1,4 +1,4 @@
-"""What can go wrong with lists: mutations that `check` must find, deadlocks under any timing, orders of messages."""
+"""Errors in action lists: mutations that `check` must find, deadlocks under any timing, message order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_dropped_or_doubled_action_is_found(name: str, chunks: int | None) -> 
 
 @pytest.mark.parametrize(("name", "chunks"), CHOSEN)
 def test_a_swap_against_a_dependency_is_found(name: str, chunks: int | None) -> None:
-    """An action before one of its own rank that it needs; and any other swap is refused or still runs."""
+    """An action before a dependency on the same rank is found; any other swap is refused or still runs."""
     made = schedule(name, 3, 4, chunks)
     needs = dependencies(made)
     swapped = 0
@@ -79,7 +79,7 @@ def test_what_needs_what() -> None:
 
 
 def test_a_deadlock_names_who_waits_for_whom() -> None:
-    """Rank 0 wants the first backward before it gives the microbatch that rank 1 wants first."""
+    """Rank 0 needs the first backward before it sends the microbatch that rank 1 needs first."""
     made = schedule("gpipe", 2, 2)
     reordered = {0: "F0.0 B0.0 F0.1 B0.1", 1: "F1.0 F1.1 B1.0 B1.1"}
     for rank, words in reordered.items():
@@ -87,20 +87,26 @@ def test_a_deadlock_names_who_waits_for_whom() -> None:
         made = with_rank(made, rank, [by_name[word] for word in words.split()])
     with pytest.raises(LauncherError) as error:
         check(made)
-    assert "rank 0 at B0.0 for B1.0 of rank 1; rank 1 at F1.1 for F0.1 of rank 0" in str(error.value)
+    assert "rank 0 waits at B0.0 for B1.0 of rank 1; rank 1 waits at F1.1 for F0.1 of rank 0" in str(
+        error.value
+    )
 
 
 def test_memory_above_the_promise_is_found() -> None:
     made = schedule("1f1b", 3, 5)
-    with pytest.raises(LauncherError, match=r"rank 0: F0\.2 makes 3 activations held, 2 are promised"):
+    with pytest.raises(
+        LauncherError, match=r"F0\.2 raises the number of activations held to 3, .* at most 2"
+    ):
         check(replace(made, held=(2, 2, 1)))
     split = schedule("zb-h1", 3, 5)
-    with pytest.raises(LauncherError, match=r"rank 2: I2\.2 makes 3 deferred weight gradients"):
+    with pytest.raises(
+        LauncherError, match=r"rank 2: I2\.2 raises the number of deferred weight gradients held to 3"
+    ):
         check(replace(split, deferred=(1, 2, 2)))
 
 
 def test_every_schedule_is_checked_before_it_runs() -> None:
-    """One without backwards is an evaluation: its forwards must be there, and it holds nothing."""
+    """A schedule without backwards is an evaluation: its forwards are required, and it holds nothing."""
     made = schedule("1f1b", 2, 3)
     with pytest.raises(LauncherError, match=r"rank 0: B0\.2 is missing"):
         with_transfers(with_rank(made, 0, list(made.actions[0][:-1])))
@@ -111,7 +117,7 @@ def test_every_schedule_is_checked_before_it_runs() -> None:
 
 
 def test_simulations_with_any_costs_and_delays() -> None:
-    """200 of them: no deadlock, nothing before what it needs, one action at a time, nothing faster than the work."""
+    """200 simulations: no deadlock, dependencies hold, one action at a time, and never faster than the work."""
     dice = random.Random(7)
     for _ in range(200):
         name = dice.choice(list(SCHEDULES))
@@ -140,7 +146,7 @@ def test_simulations_with_any_costs_and_delays() -> None:
 
 
 def test_a_slow_stage_sets_the_pace() -> None:
-    """Costs of each virtual stage count: one stage twice as slow takes all the time there is."""
+    """Each virtual stage has its own cost: one that is twice as slow determines the time."""
     made = schedule("1f1b", 4, 16)
     costs = MicrobatchCosts((1, 1, 2, 1), (1, 1, 2, 1), (1, 1, 2, 1), transfer=0.25)
     timeline = simulate(made, costs)
@@ -158,7 +164,7 @@ def test_the_curve_of_what_is_held() -> None:
 
 @pytest.mark.parametrize(("name", "chunks"), CHOSEN)
 def test_transfers_reach_who_waits_for_them(name: str, chunks: int | None) -> None:
-    """Run with queues that have no tags, as pairs of ranks do: receives posted in the order of `arrivals` match."""
+    """Uses queues without tags, like pairs of ranks: receives posted in the order of `arrivals` match."""
     made = schedule(name, 3, 5, chunks)
     full, inbound = with_transfers(made), arrivals(made)
     computed = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
@@ -196,7 +202,7 @@ def test_transfers_reach_who_waits_for_them(name: str, chunks: int | None) -> No
 
 
 def test_where_transfers_stand() -> None:
-    """A send right after what makes it, a receive right before what needs it, none inside of a rank."""
+    """A send follows its producer, a receive precedes its consumer, and there are none inside a rank."""
     full = [" ".join(map(str, steps)) for steps in with_transfers(schedule("zbv", 2, 1))]
     assert full == [
         "F0.0 SEND_F0.0 RECV_F3.0 F3.0 I3.0 SEND_B3.0 W3.0 RECV_B0.0 I0.0 W0.0",

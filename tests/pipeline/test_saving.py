@@ -1,4 +1,4 @@
-"""A model in stages is saved, loaded and exported as the whole model that it is."""
+"""A pipeline-parallel model is saved, loaded and exported as the complete model."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ CASES = [  # ranks that save and load: number, then pp, tp, ZeRO stage, schedule
 def test_another_topology_and_back(
     pool: WorkerPool, tmp_path: Path, precision: str, kind: str, first: Any, second: Any
 ) -> None:
-    """Bit by bit, with the same curve; what is exported has the same bytes everywhere."""
+    """State is bit-identical with the same losses; the export has the same bytes everywhere."""
     want = pool.run(save, first[0], tmp_path, precision, kind, *first[1:])[0]
     assert {name.split("/")[0] for name in want["state"] if "/" in name} == {"exp_avg", "exp_avg_sq", "step"}
     assert want["facts"][:3] == [2, 16, 4] and want["eps"] == 1e-7
@@ -148,7 +148,7 @@ DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 
 
 def stop_and_go(ctx: RankContext, directory: Path) -> tuple[list[float], set[str]]:
-    """What is drawn next, and the names of what this rank writes."""
+    """Return the next random numbers, and the names that this rank writes."""
     torch.manual_seed(ctx.rank)
     engine = engine_for("gpt2", stage=1, **DROPOUT)
     advance(engine, BEFORE)
@@ -171,8 +171,10 @@ def draw_after(ctx: RankContext, directory: Path) -> list[float]:
 
 
 def test_dropout_goes_on_in_every_stage(pool: WorkerPool, tmp_path: Path) -> None:
-    """A stage draws numbers of its own; where there is one only, it goes on with those of the first. What both hold is
-    written once."""
+    """Each stage has its own random state; a single stage resumes with that of the first.
+
+    Tensors on both are written once.
+    """
     (first, mine), (last, others) = pool.run(stop_and_go, 2, tmp_path)
     assert first != last
     assert not mine & others and "transformer.wte.weight" in mine
@@ -198,7 +200,7 @@ def test_a_stage_that_is_killed_while_it_saves_spoils_nothing(pool: WorkerPool, 
 
 
 def load_others(ctx: RankContext, directory: Path) -> None:
-    """Every stage refuses what only one of them cannot use; then those of the same name are loaded."""
+    """Every stage raises if one of them cannot load; then those with the same names are loaded."""
     saved = engine_for("llama")
     saved.save_checkpoint(directory)
     weights = whole_weights(saved)
@@ -245,7 +247,7 @@ def test_frozen_parameters_and_buffers_of_other_stages(pool: WorkerPool, tmp_pat
 
 
 def save_by_node(ctx: RankContext, directory: Path) -> None:
-    """Each stage on a node of its own."""
+    """Each stage is on its own node."""
     local = {"checkpoint": {"use_node_local_storage": True}}
     with node(ctx.rank):
         engine = engine_for("llama", sections=local)
@@ -272,7 +274,7 @@ def test_each_node_keeps_its_stage(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def start_from(ctx: RankContext, directory: Path, stage: int) -> tuple[dict[str, Tensor], int]:
-    """Weights after initialize(), and the elements that this rank read."""
+    """Return the weights after initialize(), and the elements that this rank read."""
     made = model_with_source(load_config(str(directory)), str(directory), from_scratch=False, seed=0)
     with counted_reads() as read:
         zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}

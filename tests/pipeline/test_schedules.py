@@ -1,4 +1,4 @@
-"""Every schedule: the grid of the papers, its bubble by formula, the memory it promises, and how misuse is answered."""
+"""Every schedule: the papers' grid, its bubble by formula, its memory bound, and errors for invalid use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_grids(asked: tuple[str, int, int, int | None]) -> None:
 
 @pytest.mark.parametrize(("name", "chunks"), NAMES)
 def test_bubble_memory_and_order(name: str, chunks: int | None) -> None:
-    """For every number of stages and microbatches: valid, the formula's bubble, and the promised memory, no less."""
+    """For every number of stages and microbatches: valid, the formula's bubble, and exactly the promised memory."""
     compared = 0
     for stages, microbatches in SPANS:
         if name == "2bw" and microbatches < stages:
@@ -73,7 +73,7 @@ def test_bubble_memory_and_order(name: str, chunks: int | None) -> None:
 
 
 def test_the_papers_numbers() -> None:
-    """Bubble over ideal time as published, and what each rank holds, for 4 stages and 8 microbatches."""
+    """Bubble relative to ideal time as published, and the activations of each rank, for 4 stages and 8 microbatches."""
     assert bubble_time("1f1b", 4, 8) == 9 and bubble_time("zb-h1", 4, 8) == 3  # a third
     assert bubble_time("interleaved", 4, 8, 2) == 4.5  # divided by the chunks
     assert bubble_time("zb-h1", 4, 8, forward=2, input=3, weight=1) == 3 * (2 + 3 - 1)  # (p-1)(F+B-W)
@@ -100,7 +100,10 @@ def test_placement_of_virtual_stages() -> None:
 
 @pytest.mark.parametrize("name", ["pipedream", "2bw"])
 def test_steps_that_do_not_drain(name: str) -> None:
-    """The bubble is that of one filling and draining; the weights are as old as promised, and as many are kept."""
+    """The bubble is that of one warm-up and cool-down.
+
+    Weights are as old as promised, and as many versions are kept.
+    """
     one = schedule(name, 4, 8)
     assert not one.flushes
     joined = stream(one, 10)

@@ -1,4 +1,4 @@
-"""Stages, data-parallel ranks and split layers together."""
+"""Pipeline, data and tensor parallelism together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def train(
 
 @cache
 def truth(tied: bool, microbatches: int) -> PlainRun:
-    """One process with the microbatches of all ranks: other ones round differently, and AdamW enlarges that."""
+    """Train one process with the microbatches of all ranks: others round differently, and AdamW amplifies that."""
     adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1, eps=EPS)
     return train_plain(tiny_llama(tied, layers=4), batch, adamw, STEPS, microbatches, CLIP)
 

@@ -1,4 +1,4 @@
-"""Ranks by coordinates, and what a PipelineModule takes of them."""
+"""Ranks by coordinates, and their use in a PipelineModule."""
 
 from __future__ import annotations
 

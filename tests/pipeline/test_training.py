@@ -1,4 +1,4 @@
-"""The recipes' loop over stages: losses, counts, evaluation, what is written, and errors that name the place."""
+"""The recipes' loop with stages: losses, counts, evaluation, output files, and errors that name the location."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.pool.worker_pool import RanksFailed
 
 
 class Rows:
-    """Rows with prompts of 1 to 9 tokens, so that microbatches have different numbers of learned tokens."""
+    """Rows with prompts of 1 to 9 tokens, so that microbatches have different numbers of loss tokens."""
 
     def __init__(self, number: int = 48) -> None:
         self.ids, self.reads = batch(0, number), 0
@@ -44,7 +44,7 @@ class Rows:
 
 
 def fit(ctx: RankContext, directory: str, pipeline: dict[str, Any], tp: int, microbatches: int) -> int:
-    """A run with a curriculum; how many rows this rank read for training."""
+    """Run with a curriculum; return how many rows this rank read for training."""
     monitor = {"enabled": True, "output_path": directory, "job_name": "monitor"}
     more = {**sections(RISING), "tensor_parallel": {"autotp_size": tp}, "csv_monitor": monitor}
     engine = engine_of(config_of(1, microbatches, pipeline, **more), tiny_llama(layers=4))

@@ -1,4 +1,4 @@
-"""What differs inside of a run: lengths of microbatches, stages that are frozen, in part or whole."""
+"""Variation within a run: lengths of microbatches, and stages that are frozen in part or completely."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def microbatches(step: int) -> list[Tensor]:
 
 
 def model_of(kind: str, frozen: Iterable[str] = ()) -> nn.Module:
-    """A Llama with four blocks, or a row of layers; names that begin so are frozen."""
+    """Return a Llama with four blocks, or a sequence of layers; names with this prefix are frozen."""
     if kind == "row":
         return row(True)
     model = tiny_llama(kind == "tied", layers=4)
@@ -98,7 +98,7 @@ def test_uneven_runs_are_those_of_one_process(pool: WorkerPool, ranks: int) -> N
 
 
 def recomputed(ctx: RankContext) -> tuple[list[str], str]:
-    """Names of recomputed blocks with interval 1, and what interval 2 is answered."""
+    """Return the names of recomputed blocks with interval 1, and the message for interval 2."""
     engine = engine_of(
         config_of(0, 4, {"stages": 2, "activation_checkpoint_interval": 1}), model_of("untied")
     )

@@ -1,4 +1,4 @@
-"""Layouts: which there are, that their JSON is one, and that the fastest that fit are found."""
+"""Layouts: all candidates are valid configurations, and the fastest that fit are found."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PLACE = PlanSearch(H100, 8, DeviceBudget(H100.memory))
 
 
 def kept(layout: Layout) -> float:
-    """Roughly what blocks keep."""
+    """Approximate the activations of blocks."""
     block = WORK.sequence * WORK.hidden * layout.micro * (2 if layout.recompute else 34 / layout.tp)
     return block * WORK.layers / layout.pp * min(layout.pp, layout.accumulation)
 
 
 def needs(layout: Layout, limit: float = 0) -> int:
-    """Roughly what a rank needs: enough to tell layouts apart."""
+    """Approximate a rank's memory, precisely enough to distinguish layouts."""
     mine = WORK.parameters / (layout.tp * layout.pp)
     sharded = [0, 12, 14, 16][min(layout.stage, 3 if layout.pp == 1 else 1)]
     return int(mine * (16 - sharded + sharded / layout.dp) + kept(layout))
@@ -46,7 +46,7 @@ def test_meshes_use_all_ranks_and_fit_the_model() -> None:
 
 
 def test_long_sequences_are_shared() -> None:
-    """No rank has room for one of them alone, and one sequence in a step leaves nothing for dp."""
+    """No rank has memory for one of them, and one sequence per step leaves nothing for dp."""
     work = replace(WORK, sequence=131072, flops=32 * WORK.flops, traffic=32 * WORK.traffic, groups=8)
     ways = list(layouts(work, 16, 1))
     assert {way.cp for way in ways} == {1, 2, 4, 8, 16} and {way.dp for way in ways} == {1}
@@ -68,7 +68,7 @@ def test_adapters_are_neither_split_nor_cut_into_stages() -> None:
 
 
 def test_experts_are_shared() -> None:
-    """Over nodes it is faster to send tokens to 56 of 60 billion parameters than to gather these."""
+    """Across nodes it is faster to send tokens to 56 of 60 billion parameters than to gather these."""
     experts = {"experts": 64, "expert_parameters": 56 * 10**9, "expert_layers": 32, "picked": 4}
     work = replace(WORK, parameters=60 * 10**9, **experts)
     ways = [
@@ -90,7 +90,7 @@ def test_experts_are_shared() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_every_layout_is_a_configuration(dtype: str) -> None:
-    """The degrees, the batch and the rest come back from what is written."""
+    """Degrees, batch and the rest round-trip through the JSON."""
     ways = list(layouts(WORK, 16, 64))
     for way in ways[:: len(ways) // 60]:
         config = load(as_json(way, dtype=dtype))
@@ -103,7 +103,7 @@ def test_every_layout_is_a_configuration(dtype: str) -> None:
 
 @pytest.mark.parametrize(("memory_gib", "more"), [(80, 1.0), (40, 1.3), (16, 1.6)])
 def test_of_each_mesh_the_fastest_that_fits(memory_gib: int, more: float) -> None:
-    """Also where a layout needs more than could be known beforehand."""
+    """This includes layouts that need more than was predictable."""
 
     def takes(layout: Layout, limit: float = 0) -> int:
         return int(more * needs(layout))
@@ -152,7 +152,7 @@ def test_less_memory_makes_other_layouts() -> None:
 
 @pytest.mark.full
 def test_blocks_keep_no_more_than_is_needed() -> None:
-    """What is left out for it is too large."""
+    """Every excluded option is too large."""
     model = LlamaConfig(vocab_size=512, num_hidden_layers=8, hidden_size=256, intermediate_size=688)
     work = work_of(model, 256)
     memory = MemoryPredictor(model, work)

@@ -1,4 +1,4 @@
-"""Predicted steps: against published runs, and each term by its formula."""
+"""Predicted step times: compared with published runs, and each term with its formula."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORK = ModelWork(
 
 @pytest.mark.full
 def test_all_published_runs_are_predicted() -> None:
-    """Where nobody did the like: MT-NLG and GLM ran 15 to 22 % slower than runs of the same shape elsewhere."""
+    """Without a comparable run: MT-NLG and GLM were 15 to 22 % slower than runs of the same shape elsewhere."""
     errors = {f"{run.name}, {run.ranks}": run.predicted()[0] / run.flops - 1 for run in published()}
     far = {name: f"{error:+.1%}" for name, error in errors.items() if abs(error) > 0.12}
     assert all(name.startswith(("MT-NLG", "GLM", "Megatron 1T,")) for name in far), far
@@ -34,14 +34,17 @@ def test_all_published_runs_are_predicted() -> None:
 
 @pytest.mark.parametrize("number", [4, 11, 13, 24])
 def test_published_runs_are_predicted(number: int) -> None:
-    """One of each kind: recomputed and not, with stages and without, of two devices."""
+    """One of each kind: with and without recomputation, with and without stages, on two devices."""
     run = published()[number]
     assert run.predicted()[0] == pytest.approx(run.flops, rel=0.12)
 
 
 @pytest.mark.parametrize("run", published()[:10], ids=lambda run: run.name)
 def test_operations_are_those_of_the_papers_formula(run: Published) -> None:
-    """96 s l h^2 (1 + s / 6h + V / 16lh) with everything recomputed; the head is not, and so 72 of 96 of its part."""
+    """96 s l h^2 (1 + s / 6h + V / 16lh) with full recomputation.
+
+    The head is not recomputed, so 72 of 96 of its part.
+    """
     config, s = run.model, run.sequence
     h, layers, vocabulary = config.n_embd, config.n_layer, config.vocab_size
     blocks = 24 * s * layers * h**2 * (1 + s / (6 * h))
@@ -79,7 +82,7 @@ def test_closed_forms_stand_for_the_simulation(name: str) -> None:
 
 
 def test_a_stage_with_a_block_more_is_waited_for() -> None:
-    """9 blocks in 8 stages take about as long as 16: one of the stages has two."""
+    """9 blocks in 8 stages take about as long as 16: one stage has two."""
     of = {n: replace(WORK, layers=n, flops=n * 1e12, traffic=n * 1e9) for n in (8, 9, 16)}
     layout = Layout(pp=8, accumulation=64)
     seconds = {n: step_time(work, layout, H100, 8, exact=True) for n, work in of.items()}
@@ -90,7 +93,7 @@ def test_a_stage_with_a_block_more_is_waited_for() -> None:
 
 
 def test_frozen_weights_have_no_gradients() -> None:
-    """With LoRA nothing of them is computed, reduced or stepped; at stage 3 they are gathered all the same."""
+    """With LoRA, frozen weights have no gradient compute, reduction or step; at stage 3 they are still gathered."""
     config, count = load_config("default"), 100_000
     whole, lora = work_of(config, 256), work_of(config, 256, adapters=count)
     attention, adapters = whole.flops - whole.weight_flops, 2 * 256 * count
@@ -148,7 +151,7 @@ def test_the_rate_counts_the_models_operations() -> None:
 
 
 def test_experts_work_as_much_in_fp32() -> None:
-    """The meta kernel of their product takes bf16 only."""
+    """The meta kernel of their product supports only bf16."""
     narrow, wide = (
         work_of(load_config("default-moe"), 64, dtype) for dtype in (torch.bfloat16, torch.float32)
     )

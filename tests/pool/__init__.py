@@ -1,4 +1,4 @@
-"""Ranks for tests, started once (`worker_pool.py`), and the truth they compare with (`reference.py`)."""
+"""A pool of ranks for tests (`worker_pool.py`), and the reference that they are compared with (`reference.py`)."""
 
 from tests.pool.worker import RankContext
 from tests.pool.worker_pool import RanksFailed, WorkerPool

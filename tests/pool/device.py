@@ -1,4 +1,4 @@
-"""`DEVICE`: where tests train and where the truth is computed. `pytest --device cuda` makes it a GPU."""
+"""`DEVICE`: the device on which tests train and compute the reference. `pytest --device cuda` makes it a GPU."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.pool.worker import DEVICE_VARIABLE
 
 ON_GPU = os.environ.get(DEVICE_VARIABLE) == "cuda"
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
-"""Every rank of the pool sees one GPU, which is its first; where there are fewer GPUs than ranks, several share it."""
+"""Every rank of the pool sees one GPU, as its first. If there are fewer GPUs than ranks, ranks share GPUs."""
 
-if ON_GPU:  # what ranks answer is on the host, and the truth is on the GPU
+if ON_GPU:  # results of ranks are on the host, the reference is on the GPU
     _equal = torch.equal
     torch.equal = lambda one, other: _equal(one.cpu(), other.cpu())
     torch.testing.assert_close = partial(torch.testing.assert_close, check_device=False)
 
 
 def assert_alike(got: Any, want: Any, *, bf16: bool = False) -> None:
-    """Two runs left the same numbers (floats and tensors, in lists, tuples and dicts), bit for bit.
+    """Assert that two runs gave the same numbers (floats and tensors, in lists, tuples and dicts), bit for bit.
 
-    Use it where one run steps on the host and one on the device: a GPU rounds in another way than its host, and there
-    the numbers are the same up to that.
+    Use it if one run steps on the host and one on the device. A GPU rounds differently from its host, so there the
+    numbers are compared within a tolerance.
     """
     if isinstance(want, dict):
         assert got.keys() == want.keys()

@@ -1,6 +1,6 @@
-"""Imported last by the process that ranks are forked from: what it has imported, ranks' collections pass over.
+"""Imported last by the process that ranks are forked from: excludes its imports from the garbage collection of ranks.
 
-A collection of all that torch and transformers make takes a third of a second, and each rank would do one.
+Collecting all objects of torch and transformers takes a third of a second, in every rank.
 """
 
 import gc

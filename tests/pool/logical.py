@@ -1,4 +1,4 @@
-"""The logical parameters of an engine, one unit unsharded at a time."""
+"""The logical parameters of an engine, unsharded one unit at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from launcher.zero import ZeroModel
 
 
 def logical_parameters(zero: ZeroModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield those of this pipeline stage. A collective of its ranks: all iterate to the end."""
+    """Yield the parameters of this pipeline stage.
+
+    All ranks of the stage must iterate to the end: it is a collective.
+    """
     for unit in zero.units:
         slots = [slot for flat in unit.flats for slot in flat.slots]
         with zero.gathered([slot.leaf for slot in slots]):

@@ -1,7 +1,7 @@
-"""The truth that parallel runs are compared with: tiny Hugging Face models, fixed data, a plain PyTorch loop.
+"""The reference for parallel runs: tiny Hugging Face models, fixed data, a plain PyTorch loop.
 
 sequences of step s = batch(s, ...)                     the same on every topology
-micro-batches of a rank = share(ids, rank, world, acc)  dealt out: world * acc equal parts
+microbatches of a rank = share(ids, rank, world, acc)   world * acc equal parts
 truth = train_plain(tiny_llama(), partial(batch, sequences=8), partial(AdamW, lr=1e-2), steps=10)
 """
 
@@ -27,7 +27,7 @@ SEQ = 16
 def tiny_llama(
     tied: bool = False, layers: int = 3, hidden: int = 32, vocab: int = VOCAB, seed: int = 0, **config: Any
 ) -> LlamaForCausalLM:
-    """A Llama of about 40,000 parameters in fp32, training mode; `config` overrides LlamaConfig's fields."""
+    """Return a Llama of about 40,000 parameters in fp32 and training mode; `config` overrides LlamaConfig's fields."""
     fields: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -48,7 +48,7 @@ def tiny_llama(
 def tiny_gpt2(
     tied: bool = True, layers: int = 3, hidden: int = 32, vocab: int = VOCAB, seed: int = 0, **config: Any
 ) -> GPT2LMHeadModel:
-    """A GPT-2 (biases, LayerNorm, learned positions, Conv1D) without dropout, in fp32 and training mode."""
+    """Return a GPT-2 (biases, LayerNorm, learned positions, Conv1D) without dropout, in fp32 and training mode."""
     fields: dict[str, Any] = {
         "vocab_size": vocab,
         "n_embd": hidden,
@@ -75,8 +75,10 @@ def _build(kind: type[M], config: Any, seed: int) -> M:
 
 
 def batch(step: int, sequences: int = 8, seq: int = SEQ, vocab: int = VOCAB, seed: int = 0) -> Tensor:
-    """The global batch of a step: token ids, shape (sequences, seq). Each token mostly follows from the one
-    before it, so that a model has something to learn."""
+    """Return the global batch of a step: token ids of shape (sequences, seq).
+
+    Each token mostly follows from the previous one, so that a model can learn something.
+    """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     start = torch.randint(vocab, (sequences, 1), generator=generator)
     jumps = torch.randint(10, (sequences, seq), generator=generator)
@@ -85,10 +87,10 @@ def batch(step: int, sequences: int = 8, seq: int = SEQ, vocab: int = VOCAB, see
 
 
 def share(ids: Tensor, rank: int, world: int, accumulation: int = 1) -> list[Tensor]:
-    """A rank's micro-batches of a global batch: of `world * accumulation` equal parts, those of this rank.
+    """Return this rank's microbatches of a global batch, which is split into `world * accumulation` equal parts.
 
     Raises:
-        ValueError: the sequences cannot be dealt out evenly.
+        ValueError: the sequences cannot be split evenly.
     """
     parts = world * accumulation
     if ids.shape[0] % parts:
@@ -100,9 +102,9 @@ def share(ids: Tensor, rank: int, world: int, accumulation: int = 1) -> list[Ten
 
 @dataclass(frozen=True)
 class PlainRun:
-    """What a run left behind: one loss and one gradient norm (before clipping) a step, and the final weights.
+    """The result of a run: one loss and one gradient norm (before clipping) per step, and the final weights.
 
-    `weights` holds each parameter once, by its first name; under bf16 these are the fp32 master weights.
+    `weights` holds each parameter once, by its first name. With bf16 these are the fp32 master weights.
     """
 
     losses: list[float]
@@ -120,18 +122,18 @@ def train_plain(
     dtype: torch.dtype = torch.float32,
     schedule: Callable[[Optimizer], LRScheduler] | None = None,
 ) -> PlainRun:
-    """Trains in this process, without any of the launcher's code.
+    """Train in this process, without any code of the launcher.
 
-    fp32: the ordinary loop. bf16: the optimizer holds fp32 master weights that start from the model's weights
-    as given; forward and backward run on a bf16 copy of the parameters (buffers, such as rotary frequencies,
-    keep their dtype); each micro-batch's bf16 gradient is added up in fp32; norm, clipping and step are fp32.
+    fp32: the ordinary loop. bf16: the optimizer holds fp32 master weights, which start as the given weights; forward
+    and backward run on a bf16 copy of the parameters (buffers, such as rotary frequencies, keep their dtype); each
+    microbatch's bf16 gradient is accumulated in fp32; norm, clipping and step are fp32.
 
     Args:
-        model: changed in place.
+        model: modified in place.
         batches: step -> token ids of the global batch, shape (sequences, seq).
         optimizer_factory: parameters -> optimizer, such as `partial(torch.optim.AdamW, lr=1e-3)`.
-        accumulation: micro-batches that the global batch is split into; for N ranks take N times theirs.
-        clip: the largest gradient norm; 0 clips nothing.
+        accumulation: microbatches that the global batch is split into; for N ranks use N times theirs.
+        clip: the maximum gradient norm; 0 disables clipping.
         schedule: optimizer -> scheduler, stepped after every step.
     """
     model.to(DEVICE)

@@ -1,4 +1,4 @@
-"""The truth must itself be true: repeatable, independent of how a batch is split, and learning something."""
+"""The reference is repeatable, independent of how a batch is split, and learns something."""
 
 from __future__ import annotations
 

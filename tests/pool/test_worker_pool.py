@@ -1,4 +1,4 @@
-"""The pool itself: results, default group, errors with their rank, hangs with stacks, no rank left behind."""
+"""The pool of ranks: results, default group, errors with their rank, hangs with stacks, and no rank left running."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One rank of the pool: joins the process group, then runs the functions that it is sent.
+"""One rank of the pool: joins the process group, then runs the functions that it receives.
 
-Life of a rank: `serve` (join, say "ready"), then for each job: `_fresh` state, the function, `_settle`, the
-answer. A job and its answer are bytes of `pickle`, so tensors travel by value.
+Lifecycle of a rank: `serve` (join, send "ready"), then for each job: `_fresh` state, the function, `_settle`, the
+answer. A job and its answer are pickled, so tensors are copied by value.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SEED = 1234
 DEVICE_VARIABLE = "LAUNCHER_TEST_DEVICE"  # "cuda": ranks have a GPU (`device.py`)
 
 
-_modules = 0  # that were imported when the collector was last told to pass over all there is
+_modules = 0  # number of imported modules at the last gc.freeze()
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a function that runs on the pool gets first.
+    """The first argument of a function that runs on the pool.
 
     Args:
         rank: this rank, 0 to world - 1.
-        world: ranks in this run; torch.distributed's default group has just these.
+        world: ranks in this run; torch.distributed's default group has exactly these.
         group: that process group: gloo, and NCCL between GPUs.
     """
 
@@ -49,7 +49,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands: its number, the world, and the directory of the pool's files."""
+    """The rank's number, the world size, and the directory of the pool's files."""
 
     rank: int
     world: int
@@ -58,18 +58,18 @@ class Place:
 
     @property
     def log(self) -> Path:
-        """Everything the rank printed."""
+        """Return the file with everything that the rank printed."""
         return self.directory / f"rank{self.rank}.log"
 
     @property
     def stacks(self) -> Path:
-        """Stacks of the rank's threads: written on `signal.SIGUSR1` and when it crashes."""
+        """Return the file with the stacks of the rank's threads, written on `signal.SIGUSR1` and when it crashes."""
         return self.directory / f"rank{self.rank}.stacks"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A function by name, its arguments, and the import path that finds it."""
+    """A function by name, its arguments, and the import path on which it is found."""
 
     module: str
     qualname: str
@@ -80,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What comes back: a value, or the traceback as text. `spoiled`: the rank must not be used again."""
+    """The result of a job: a value, or the traceback as text. `spoiled`: the rank must not be used again."""
 
     value: Any = None
     error: str | None = None
@@ -88,7 +88,7 @@ class Answer:
 
 
 def serve(place: Place, pipe: Connection) -> None:
-    """Entry point of a rank's process. Returns when the pipe closes."""
+    """Run a rank's process. Returns when the pipe closes."""
     _redirect(place)
     _die_with_parent()
     os.environ.update(_environment(place))
@@ -120,7 +120,10 @@ def _redirect(place: Place) -> None:
 
 
 def _die_with_parent() -> None:
-    """A rank blocked in a collective would outlive a killed pytest: a thread waits for the parent's end."""
+    """Exit when the parent exits.
+
+    A rank blocked in a collective would outlive a killed pytest, so a thread waits for it.
+    """
     parent = parent_process()
     assert parent is not None
 
@@ -145,8 +148,11 @@ def _environment(place: Place) -> dict[str, str]:
 
 
 def one_gpu(rank: int) -> dict[str, str]:
-    """What a rank needs to see one GPU, and to share it: NCCL refuses two ranks of one host on a GPU, so each says that
-    it is a host of its own; they then talk over the loopback interface."""
+    """Return the variables with which a rank sees one GPU and can share it.
+
+    NCCL refuses two ranks of one host on a GPU, so each rank claims to be a separate host. They communicate over the
+    loopback interface.
+    """
     import torch
 
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -169,7 +175,7 @@ def _join(place: Place) -> RankContext:
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(place.directory / "store"), place.world)
-    # The pool watches the time; a timeout of gloo's own would only blur which rank was late.
+    # The pool has a timeout; gloo's own would hide which rank was late.
     dist.init_process_group(
         BACKENDS[DEVICE.type],
         store=store,
@@ -182,7 +188,7 @@ def _join(place: Place) -> RankContext:
 
 
 def _fresh(environment: dict[str, str]) -> None:
-    """The same state before every function, whatever the one before did."""
+    """Reset the state before every function, whatever the previous one did."""
     import numpy as np
     import torch
 
@@ -217,13 +223,13 @@ def _find(job: Job) -> Callable[..., Any]:
 
 
 def _settle(context: RankContext) -> bool:
-    """True when the default group still stands. A collective left over fails here, in its own test."""
+    """Return whether the default group still works. A leftover collective fails here, in the test that started it."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.group.WORLD is not context.group:
         return False
     dist.barrier()
-    # A group that the function made has threads of its own, which would stay as long as the process.
+    # A group that the function created has threads, which would live as long as the process.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not context.group:
             dist.destroy_process_group(group)
@@ -233,7 +239,7 @@ def _settle(context: RankContext) -> bool:
 
 
 def _freeze_imports() -> None:
-    """Later collections, one after every function, need not walk what modules have made when they were imported."""
+    """Exclude imported modules from later garbage collections, which run after every function."""
     global _modules
     if len(sys.modules) > _modules:
         _modules = len(sys.modules)
@@ -241,7 +247,7 @@ def _freeze_imports() -> None:
 
 
 def _packed(answer: Answer) -> bytes:
-    """Return bytes in which tensors of a GPU are tensors of the host: tests compare there."""
+    """Return the pickled answer, with GPU tensors moved to the host, where tests compare them."""
     import torch
 
     class Pickler(pickle.Pickler):

@@ -1,9 +1,8 @@
 """`WorkerPool`: ranks that are started once and run one function after another.
 
-There is one crew of processes for each world size, started at its first use, so torch.distributed's default
-group and the environment (RANK, WORLD_SIZE, ...) are those of the run. All are forked from one server process
-that has imported torch and transformers: starting a crew takes a fraction of a second, and so does replacing
-one after a failure.
+Each world size has its own processes, started at the first use, so torch.distributed's default group and the
+environment (RANK, WORLD_SIZE, ...) are those of the run. All are forked from one server process that has imported torch
+and transformers. Starting the ranks takes a fraction of a second, and so does replacing them after a failure.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ PRELOAD = (
     "tests.pool.frozen",
 )
 START_LIMIT_S = 120.0
-GRACE_S = 2.0  # after the first failure: time for the other ranks to tell theirs
+GRACE_S = 2.0  # after the first failure: time for the other ranks to report theirs
 LOG_TAIL = 2000  # characters of a rank's output shown with a failure
 
 
 class RanksFailed(Exception):
-    """A function failed on some rank: `failures` maps rank -> traceback, or what became of the rank."""
+    """A function failed on some rank: `failures` maps rank -> traceback, or how the rank ended."""
 
     def __init__(self, summary: str, failures: dict[int, str]) -> None:
         self.failures = failures
@@ -68,7 +67,10 @@ class WorkerPool:
     """
 
     def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
-        """`preload`: modules that every rank has from birth; the first pool of a process decides."""
+        """Create a pool.
+
+        `preload`: modules that every rank imports at its start; the first pool of a process determines them.
+        """
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
         self._crews: dict[int, _Crew] = {}
@@ -77,15 +79,15 @@ class WorkerPool:
     def run(
         self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0, **kwargs: Any
     ) -> list[Any]:
-        """Calls `fn(ctx, *args, **kwargs)` on `world` ranks.
+        """Call `fn(ctx, *args, **kwargs)` on `world` ranks.
 
         Args:
-            fn: a function at module level; its arguments and result are pickled (tensors travel by value).
+            fn: a function at module level; its arguments and result are pickled (tensors are copied by value).
             world: number of ranks; the default process group has exactly these.
             timeout: seconds until the run counts as hung.
 
         Returns:
-            What each rank returned, in the order of ranks.
+            The return value of each rank, in the order of ranks.
 
         Raises:
             RanksFailed: a rank raised, died or did not answer in time. The ranks are replaced afterwards.
@@ -104,13 +106,13 @@ class WorkerPool:
         return [answer.value for answer in answers]
 
     def close(self) -> None:
-        """Ends all ranks."""
+        """End all ranks."""
         for world in list(self._crews):
             self._discard(world)
         atexit.unregister(self.close)
 
     def pids(self, world: int) -> list[int]:
-        """Process ids of the ranks that now serve this world size; empty before the first run."""
+        """Return the process ids of the ranks for this world size; empty before the first run."""
         crew = self._crews.get(world)
         return [process.pid or 0 for process in crew.processes] if crew else []
 
@@ -152,7 +154,7 @@ class _Crew:
         return self.collect(f"{job.module}.{job.qualname}", timeout)
 
     def collect(self, name: str, timeout: float) -> list[Answer]:
-        """Waits for one answer a rank; raises `RanksFailed` with everything that is known."""
+        """Wait for one answer per rank. Raises `RanksFailed` with all available information."""
         answers: dict[int, Answer] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout
@@ -194,7 +196,7 @@ class _Crew:
     def _failure(
         self, name: str, timeout: float, failures: dict[int, str], silent: Iterable[int]
     ) -> RanksFailed:
-        """Ranks that raised come first; those that were still running show where they stood."""
+        """Return the failure: ranks that raised come first, then the stacks of ranks that were still running."""
         stacks = self._stacks(silent)
         if failures:
             first = next(iter(failures))
@@ -229,6 +231,6 @@ def _tail(file: Path) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The line of a traceback that names the exception."""
+    """Return the line of a traceback that names the exception."""
     lines = [line for line in text.strip().splitlines() if line and not line.startswith(" ")]
     return lines[-1] if lines else text

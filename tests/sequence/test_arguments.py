@@ -1,4 +1,4 @@
-"""What a forward over shared sequences is called with, and asked for: it is that of one process, or it is refused."""
+"""Arguments and outputs of a sequence-parallel forward: they match one process, or are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def opt() -> Any:
 
 
 def with_other_ignored(model: Any, step: Callable[[Any], float]) -> dict[str, Any]:
-    """`ignore_index` of the call, with labels and with moved ones."""
+    """Pass `ignore_index` to the call, with labels and with shifted ones."""
     batch = BATCHES["plain"](0, 23)
     moved = torch.cat([batch["labels"][:, 1:], torch.zeros(2, 1, dtype=torch.int64)], 1)
     return {
@@ -57,14 +57,14 @@ def with_other_ignored(model: Any, step: Callable[[Any], float]) -> dict[str, An
 
 
 def with_embeddings(model: Any, step: Callable[[Any], float]) -> dict[str, Any]:
-    """The gradient of embeddings that the script has made."""
+    """Return the gradient of embeddings that the script created."""
     leaf = torch.randn(2, 23, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
     loss = step(model(inputs_embeds=leaf, labels=BATCHES["plain"](0, 23)["labels"]).loss)
     return {"loss": loss, "gradient": leaf.grad}
 
 
 def as_a_teacher(model: Any, step: Callable[[Any], float]) -> dict[str, Any]:
-    """In train mode, without gradients; and with moved labels alone, of which a model makes no loss."""
+    """Run in train mode without gradients; and with shifted labels alone, from which a model computes no loss."""
     batch = BATCHES["plain"](0, 23)
     with torch.no_grad():
         outputs = model(**batch)
@@ -113,7 +113,7 @@ def test_answers_are_those_of_one_process(pool: WorkerPool, script: str) -> None
 
 
 def by_hand(engine: Any) -> None:
-    """Generation without a word of a cache."""
+    """Generate without setting a cache."""
     engine.eval()
     ids = BATCHES["plain"](0, 8)["input_ids"]
     with torch.no_grad():
@@ -208,7 +208,7 @@ def packed(ctx: RankContext, family: str, cache: bool) -> list[str]:
 def test_documents_that_would_see_each_other_on_one_rank_are_told_of(
     pool: WorkerPool, family: str, cache: bool, told: int
 ) -> None:
-    """transformers looks for documents only where there is no cache; gpt-oss never does."""
+    """transformers detects documents only without a cache; gpt-oss never does."""
     first, second = pool.run(packed, 2, family, cache)
     assert (
         len(first) == told
@@ -221,7 +221,7 @@ def test_documents_that_would_see_each_other_on_one_rank_are_told_of(
 
 
 def with_own_forward(ctx: RankContext, takes: str) -> float | str:
-    """As TRL and Liger do: the forward of the model is replaced, and makes the loss itself."""
+    """As TRL and Liger do: the model's forward is replaced, and computes the loss itself."""
     model = model_of("grouped")
     mpu: Any = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 2)
     inner, head = model.model, model.lm_head

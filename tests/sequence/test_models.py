@@ -1,4 +1,4 @@
-"""Shared sequences beside the rest: adapters, checkpoints of other degrees, evaluation and generation, schedules."""
+"""Sequence parallelism with other features: adapters, other degrees on resume, evaluation, generation, schedules."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def loaded(ctx: RankContext, directory: Path, sections: dict[str, Any]) -> tuple
 
 
 def test_checkpoints_go_to_other_degrees_bit_for_bit(pool: WorkerPool, tmp_path: Path) -> None:
-    """cp 2 -> one rank, tp 2, and Ulysses at stage 3; the next loss is the same on each."""
+    """cp 2 -> one rank, tp 2, and Ulysses at stage 3; the next loss is equal on each."""
     wanted = pool.run(saved, 2, tmp_path)[0]
     losses = []
     for world, sections in (

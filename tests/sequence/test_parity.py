@@ -1,4 +1,4 @@
-"""Sequences that ranks share: losses, gradient norms and weights of one process in fp64, to 1e-6."""
+"""Sequence parallelism: losses, gradient norms and weights match one process in fp64 to 1e-6."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-6
 
 
 class Case(NamedTuple):
-    """A way to share sequences."""
+    """A configuration of sequence parallelism."""
 
     ulysses: int
     ring: int
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 def trained(ctx: RankContext, family: str, case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """(losses, gradient norms, weights) after a few steps."""
+    """Return (losses, gradient norms, weights) after a few steps."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
@@ -58,7 +58,7 @@ def trained(ctx: RankContext, family: str, case: Case) -> tuple[list[float], lis
 def truth(
     family: str, batch: str, length: int, dtype: torch.dtype = torch.float64
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The same in plain PyTorch, on one process."""
+    """Return the same from plain PyTorch on one process."""
     model = model_of(family).to(dtype)
     return plain_steps(model, lambda step: model(**BATCHES[batch](step, length)).loss, STEPS, LR)
 
@@ -88,7 +88,7 @@ def test_a_llama_is_that_of_one_process(pool: WorkerPool, ways: tuple[int, int],
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "deep"])
 def test_every_kind_of_attention(pool: WorkerPool, family: str) -> None:
-    """Over a ring, with a length that it does not divide."""
+    """On a ring, with a length that it does not divide."""
     check(pool, family, Case(1, 2, length=23), 2)
 
 
@@ -120,7 +120,7 @@ MATRIX = [
      *(pytest.param(*row, marks=pytest.mark.full) for row in MATRIX[-2:])],
 )  # fmt: skip
 def test_ways_to_share(pool: WorkerPool, family: str, case: Case, world: int) -> None:
-    """Degrees, layouts, stages, masks, accumulation, recomputation, tp and pp: a covering of them."""
+    """A covering of degrees, layouts, stages, masks, accumulation, recomputation, tp and pp."""
     check(pool, family, case, world)
 
 
@@ -134,7 +134,7 @@ def chosen(ctx: RankContext, config: dict[str, Any], layout: str) -> tuple[int, 
 
 @pytest.mark.key("sequence_parallel_size")
 def test_deepspeeds_key(pool: WorkerPool) -> None:
-    """It is enough by itself: heads are exchanged as far as there are heads."""
+    """The key alone is sufficient: heads are exchanged as far as there are heads."""
     config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2, "optimizer": {"type": "SGD"}}
     assert pool.run(chosen, 2, config, "Ulysses 2") == [(2, 1)] * 2
     ring = {**config, "context_parallel": {"ring": 2}}
@@ -142,7 +142,7 @@ def test_deepspeeds_key(pool: WorkerPool) -> None:
 
 
 def logits_of(ctx: RankContext) -> dict[str, Any]:
-    """What a script finds in `outputs.logits`: (asked with labels while it trains, with labels in eval, without)."""
+    """Return a script's `outputs.logits`: (with labels in training, with labels in eval, without labels)."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
@@ -161,7 +161,7 @@ def logits_of(ctx: RankContext) -> dict[str, Any]:
 
 
 def test_outputs_are_those_of_the_whole_sequence(pool: WorkerPool) -> None:
-    """Those of a slice are given to nobody."""
+    """Outputs of a slice are never returned."""
     with torch.no_grad():
         ids = BATCHES["plain"](0, 23)["input_ids"]
         outputs = model_of("grouped").eval()(input_ids=ids, output_hidden_states=True)

@@ -1,4 +1,4 @@
-"""What attention sends is what the formulas say, in bytes; nothing is sent that nobody may see."""
+"""Attention sends the bytes of the formulas, and nothing that the mask hides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, LENGTH, LAYERS, HEADS, GROUPS, WIDTH, BYTES = 2, 32, 2, 4, 2, 8, 4
 
 
 def sent(ctx: RankContext, family: str, section: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Bytes that this rank sends (in the forward, in the backward) for each kind of exchange."""
+    """Return the bytes that this rank sends (in the forward, in the backward) for each kind of exchange."""
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -42,8 +42,10 @@ def sent(ctx: RankContext, family: str, section: dict[str, Any]) -> dict[str, tu
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ulysses(pool: WorkerPool, ranks: int) -> None:
-    """Queries and outputs of all heads, keys and values of theirs; a head that several ranks read goes to each. With
-    the gradients of the outputs go those of their log-sum-exps."""
+    """Queries and outputs of all heads, keys and values of theirs; a head that several ranks read is sent to each.
+
+    Gradients of the outputs come with those of their log-sum-exps.
+    """
     tokens = ROWS * LENGTH // ranks
     keys = max(1, GROUPS // ranks) * (ranks - 1)  # heads that go to the others
     queries = HEADS * (ranks - 1) // ranks
@@ -55,7 +57,7 @@ def test_ulysses(pool: WorkerPool, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_zigzag_ring(pool: WorkerPool, ranks: int) -> None:
-    """Keys and values go to everybody, and once more in the backward, in which their gradients come back in fp32."""
+    """Keys and values are sent to all ranks, and again in the backward, in which their gradients return in fp32."""
     part = LAYERS * ROWS * (LENGTH // ranks) * GROUPS * 2 * WIDTH * BYTES
     for found in pool.run(sent, ranks, "grouped", {"ring": ranks}):
         assert found == {ulysses.TAG: (0, 0), ring.TAG: ((ranks - 1) * part, 2 * (ranks - 1) * part)}
@@ -66,7 +68,10 @@ def test_a_zigzag_ring(pool: WorkerPool, ranks: int) -> None:
     [("grouped", (3, 2, 1, 0)), pytest.param("window", (1, 1, 1, 0), marks=pytest.mark.full)],
 )
 def test_what_nobody_may_see_is_not_sent(pool: WorkerPool, family: str, seen_by: tuple[int, ...]) -> None:
-    """In contiguous chunks a causal query sees those before; with a window of 5, of chunks of 8, the last one only."""
+    """In contiguous chunks a causal query attends to earlier ones.
+
+    With a window of 5 and chunks of 8, only to the last one.
+    """
     part = LAYERS * ROWS * (LENGTH // 4) * GROUPS * 2 * WIDTH * BYTES
     found = pool.run(sent, 4, family, {"ring": 4, "layout": "contiguous"})
     for rank, (mine, number) in enumerate(zip(found, seen_by, strict=True)):
@@ -91,7 +96,7 @@ def norm_of_a_padded_batch(ctx: RankContext, section: dict[str, Any]) -> float |
 
 
 def test_what_each_rule_allows_and_all_together_do_not_is_waited_for_by_nobody(pool: WorkerPool) -> None:
-    """The last queries of rank 0 see, in their window of 5, keys of rank 1 that are padding."""
+    """The last queries of rank 0 have, in their window of 5, keys of rank 1 that are padding."""
     ring, ulysses = (
         pool.run(norm_of_a_padded_batch, 2, {kind: 2}, timeout=60) for kind in ("ring", "ulysses")
     )

@@ -1,4 +1,4 @@
-"""The loss and the MLPs in tiles: the numbers of the whole, and tensors that are never there."""
+"""Tiled loss and MLPs: results equal those of the full computation, and the full tensors never exist."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gradients(
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_gradient_is_that_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with another number of tokens to divide by, and where no label counts in a tile."""
+    """This includes another token count as divisor, and tiles without labels."""
     monkeypatch.setattr(tiled_mlp, "TOKENS", 4)
     model = made(name)
     batch = BATCHES["left padded"](0, 23)
@@ -105,7 +105,7 @@ def test_experts_are_no_mlp() -> None:
 def test_what_comes_beside_an_mlps_input_is_cut(
     kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BLOOM hands the residual to its MLP; GPT-2 views its input."""
+    """BLOOM passes the residual to its MLP; GPT-2 views its input."""
     monkeypatch.setattr(tiled_mlp, "TOKENS", 4)
     sizes = {
         "n_embd": 32,
@@ -129,7 +129,7 @@ def test_what_comes_beside_an_mlps_input_is_cut(
 
 
 def test_a_layer_that_mixes_tokens_is_no_mlp() -> None:
-    """RWKV's feed-forward looks at the token before."""
+    """RWKV's feed-forward uses the previous token."""
     config = AutoConfig.for_model("rwkv", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(ConfigError, match="has an MLP of linear layers"):
         tile_mlps(AutoModelForCausalLM.from_config(config))
@@ -187,7 +187,7 @@ def test_runs_are_those_of_one_process(pool: WorkerPool, case: Case) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the tensor with most numbers that an operation makes."""
+    """Records the largest tensor that an operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def largest_tensor(ctx: RankContext, sections: dict[str, Any], length: int, tile
 
 @pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ring": 2}])
 def test_no_rank_holds_a_whole_sequence(pool: WorkerPool, ways: dict[str, int]) -> None:
-    """Neither logits of a slice, nor hidden states of the sequence: the most is a slice of the MLP's width."""
+    """Neither logits of a slice, nor hidden states of the sequence: the largest is a slice of the MLP's width."""
     length, tile = 2048, 64 * VOCAB
     for numel in pool.run(largest_tensor, 2, {"context_parallel": ways}, length, tile):
         assert numel < length * 32  # tokens x hidden

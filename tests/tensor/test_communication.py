@@ -1,4 +1,4 @@
-"""What a split Llama sends in a forward and backward is what theory says, and when it is sent."""
+"""The collectives of a tensor-parallel Llama in forward and backward match the theory, in bytes and order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, LENGTH, LAYERS, VOCAB = 2, 12, 2, 67
 
 
 def one_pass(ctx: RankContext, sequence: bool) -> tuple[list[CollectiveRecord], int]:
-    """Collectives of a forward and a backward, and the hidden size."""
+    """Return the collectives of a forward and a backward, and the hidden size."""
     axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     model = tiny_llama(layers=LAYERS, vocab=VOCAB, num_key_value_heads=4)
     apply(model, axis, TensorParallelOptions(sequence=sequence), device=DEVICE)
@@ -32,8 +32,10 @@ def one_pass(ctx: RankContext, sequence: bool) -> tuple[list[CollectiveRecord], 
 
 @pytest.mark.parametrize(("world", "sequence"), [(2, False), (4, False), (2, True), (4, True)])
 def test_messages_are_those_of_theory(pool: WorkerPool, world: int, sequence: bool) -> None:
-    """A layer: 4 all-reduces of tokens x hidden, or 4 all-gathers and 4 reduce-scatters of as much. Head and loss: a
-    few numbers a token, nothing of the size of the vocabulary."""
+    """Per layer: 4 all-reduces of tokens x hidden, or 4 all-gathers and 4 reduce-scatters of that size.
+
+    Head and loss: a few numbers per token, nothing of vocabulary size.
+    """
     for records, hidden in pool.run(one_pass, world, sequence):
         tokens = ROWS * LENGTH
         for layer in range(LAYERS):
@@ -51,7 +53,7 @@ def test_messages_are_those_of_theory(pool: WorkerPool, world: int, sequence: bo
 
 
 def order(ctx: RankContext, overlaps: bool) -> list[str]:
-    """What happens in the backward of two column-parallel layers that read the same input."""
+    """Return the events in the backward of two column-parallel layers that read the same input."""
     axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     events: list[str] = []
     x = torch.randn(4, 8, requires_grad=True) * 1

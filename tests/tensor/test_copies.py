@@ -1,4 +1,4 @@
-"""A plan that is wrong about what all ranks hold is found at the first step, on every rank."""
+"""A plan with a wrong claim about replicated tensors is detected at the first step, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: whose masks agree, and what is recomputed is what was computed."""
+"""Dropout with tensor parallelism: which masks agree, and that recomputation uses the same masks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def split_copy(
 
 
 def gradients_of(model: nn.Module, made: Any, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Of two steps, from the same random state."""
+    """Return the gradients of two steps from the same random state."""
     torch.manual_seed(11)
     found = []
     for _ in range(2):
@@ -49,7 +49,7 @@ def gradients_of(model: nn.Module, made: Any, batch: dict[str, Tensor]) -> list[
 
 
 def recomputed(ctx: RankContext, kind: str, sequence: bool) -> list[str]:
-    """The parameters whose gradients are others with recomputation."""
+    """Return the parameters whose gradients differ with recomputation."""
     axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     model, batch = tiny_model(kind, seed=0, **DROPOUT[kind]), batch_of(kind, seed=1, length=16)
     plain, again = (
@@ -72,7 +72,9 @@ def test_recomputation_drops_out_the_same(pool: WorkerPool, kind: str, sequence:
 
 
 def masks(ctx: RankContext, sequence: bool) -> list[Tensor]:
-    """What GPT-2 dropped in one step, in order: [batch, sequence, hidden] or [batch, heads, sequence, sequence]."""
+    """Return GPT-2's dropout masks of one step, in order: [batch, sequence, hidden] or [batch, heads, sequence,
+    sequence].
+    """
     axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     model, _ = split_copy(
         tiny_model("gpt2", seed=0, **DROPOUT["gpt2"]), axis, TensorParallelOptions(sequence=sequence)
@@ -94,7 +96,7 @@ def masks(ctx: RankContext, sequence: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_masks_agree_where_activations_are_whole(pool: WorkerPool, sequence: bool) -> None:
-    """Never in attention; elsewhere always, or with sliced sequences only those of the embeddings."""
+    """Never in attention; otherwise always, or, with sequence parallelism, only those of the embeddings."""
     first, second = pool.run(masks, 2, sequence)
     assert [mask.dim() for mask in first] == [3, 4, 3, 3, 4, 3, 3]
     for place, (mine, theirs) in enumerate(zip(first, second, strict=True)):

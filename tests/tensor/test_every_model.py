@@ -1,4 +1,4 @@
-"""Every causal-LM type is split right or refused in words: a sample here, all of them in `make models`."""
+"""Every causal-LM type is split correctly or refused with a reason: a sample here, all of them in `make models`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def on_meta(kind: str) -> PreTrainedModel:
 @pytest.mark.parametrize("degree", [3, 16])
 def test_heads_that_the_degree_does_not_divide(degree: int) -> None:
     with pytest.raises(
-        ConfigError, match=rf"(?s)has 8 heads .* {degree} tensor-parallel .* one of 1, 2, 4, 8$"
+        ConfigError, match=rf"(?s)8 heads .* tensor-parallel degree {degree}\n.* a degree of 1, 2, 4, 8$"
     ):
         apply(on_meta("llama"), Axis("tp", degree), TensorParallelOptions(), device=DEVICE)
 
@@ -123,7 +123,7 @@ def test_sequence_parallelism_is_refused_inside_of_other_models_too() -> None:
 
 
 def difference_of_example(ctx: RankContext) -> tuple[float, float]:
-    """And the share of the elements that a rank has."""
+    """Return the difference, and a rank's share of the elements."""
     rules = load(json.loads(EXAMPLE)).tensor_parallel.partition_config
     axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     found = compare(

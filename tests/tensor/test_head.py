@@ -1,5 +1,7 @@
-"""A model whose head is split: the loss and gradients of the plain model; logits whole for whoever may read them, and
-an error that says how to get them for whoever may not."""
+"""A model with a split head has the loss and gradients of the plain model.
+
+Code that may read full logits gets them; other code gets an error that explains how.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ IDS = batch(0, sequences=2, seq=8, vocab=VOCAB)
 
 
 def tiny_gemma2() -> PreTrainedModel:
-    """Its logits are capped between the head and the loss."""
+    """Return a model that caps its logits between head and loss."""
     config = Gemma2Config(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -113,7 +115,7 @@ def generate(ctx: RankContext) -> list[int]:
 
 
 def test_generation_and_evaluation(pool: WorkerPool) -> None:
-    """Generation reads whole logits; a loop that reads losses only gathers none."""
+    """Generation reads full logits; a loop that reads only losses gathers none."""
     first, second = pool.run(generate, 2)
     assert first == second and first[0] == first[1]
 
@@ -196,7 +198,7 @@ def test_outputs_as_a_tuple() -> None:
 
 
 class OwnLoss(LlamaForCausalLM):
-    """Calls the loss it was given only sometimes."""
+    """Calls the given loss only sometimes."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
         outputs = super().forward(input_ids, **kwargs)
@@ -207,7 +209,7 @@ class OwnLoss(LlamaForCausalLM):
 
 
 class OwnColumns(LlamaForCausalLM):
-    """Leaves some columns out before the loss."""
+    """Drops some columns before the loss."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> Any:
         logits = self.lm_head(self.model(input_ids).last_hidden_state)

@@ -1,4 +1,4 @@
-"""Cross entropy of split logits: the values and gradients of torch's on the whole logits, for a few numbers a token."""
+"""Cross entropy of split logits: torch's values and gradients on the full logits, for a few numbers per token."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
 def truth(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """torch's loss of whole logits."""
+    """Return torch's loss of full logits."""
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), **options)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[int], Tensor, Tensor, LossOptions]:
-    """Widths of the shares, logits [T, V], labels [T], what the loss is made of."""
+    """Return the widths of the shares, logits [T, V], labels [T], and the loss's options."""
     widths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any))
     tokens, vocabulary = draw(st.integers(1, 6)), sum(widths)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
@@ -42,7 +42,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], Tensor, Tensor, LossOptions]:
 
 @given(problems(), st.sampled_from([1, 8, 1 << 20]))
 def test_shares_put_together_are_torchs_loss(problem: Any, chunk: int) -> None:
-    """Uneven and empty shares, ignored tokens, and rows that are read a few at a time."""
+    """Covers uneven and empty shares, ignored tokens, and rows read in chunks."""
     widths, logits, labels, whole = problem
     shares = list(logits.split(widths, -1))
     settings = [
@@ -83,7 +83,7 @@ def test_reductions(reduction: Any, ignored: str) -> None:
 
 
 def test_ids_masked_by_minus_infinity() -> None:
-    """Models do it for ids that stand for nothing; they may be all that a rank has."""
+    """Models do this for unused ids; a rank may have no others."""
     logits, labels = torch.randn(3, 6), torch.tensor([0, 1, 2])
     logits[:, 3:] = float("-inf")
     parts = torch.empty(2, 3, 3)
@@ -136,7 +136,7 @@ def test_the_loss_that_models_call_is_transformers_own(items: Any, shifted: bool
 
 
 def split_loss(ctx: RankContext, widths: list[int]) -> tuple[Tensor, Tensor, list[Any]]:
-    """The loss, this rank's gradient, and what was sent."""
+    """Return the loss, this rank's gradient, and the bytes sent."""
     axis = Mesh.build(DEVICE, tp=ctx.world).axes["tp"]
     start, (logits, labels) = sum(widths[: ctx.rank]), whole_problem(sum(widths))
     local = logits[..., start : start + widths[ctx.rank]].clone().requires_grad_()
@@ -157,7 +157,7 @@ def whole_problem(vocabulary: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("widths", [[30, 31], [16, 15, 15, 15], [2, 1, 0, 1]], ids=str)
 def test_ranks_send_a_few_numbers_a_token(pool: WorkerPool, widths: list[int]) -> None:
-    """One gather in forward, nothing in backward, nothing of the vocabulary's size."""
+    """One gather in forward, nothing in backward, nothing of vocabulary size."""
     logits, labels = whole_problem(sum(widths))
     logits.requires_grad_()
     expected = truth(logits, labels)

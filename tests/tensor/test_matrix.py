@@ -1,4 +1,4 @@
-"""Degree x ZeRO stage x precision x sequence parallelism: the losses of one process, over 10 steps."""
+"""Degree x ZeRO stage x precision x sequence parallelism match one process's losses over 10 steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Losses = dict[tuple[int, bool], list[float]]
 
 
 def losses_of(ctx: RankContext, tp: int, precision: str) -> Losses:
-    """By stage and sequence parallelism; all runs on one mesh."""
+    """Return losses by stage and sequence parallelism; all runs use one mesh."""
     build = cache(Mesh.build)
     found: Losses = {}
     with patch.object(Mesh, "build", build):

@@ -1,4 +1,4 @@
-"""Activations are freed when a step is over: what layers note on them must not keep them."""
+"""Activations are freed after a step: attributes that layers set on them must not keep them alive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pool.reference import batch, tiny_llama
 
 
 def living() -> int:
-    """Tensors that Python can reach, cycles that only the garbage collector would free included."""
+    """Return the tensors that Python can reach, including cycles that only the garbage collector would free."""
     return sum(issubclass(type(found), Tensor) for found in gc.get_objects())
 
 

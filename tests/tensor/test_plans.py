@@ -1,4 +1,4 @@
-"""Our plans: split models compute what plain ones do, and what cannot be split is refused in words."""
+"""Our plans: split models match plain ones, and models that cannot be split are refused with a reason."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def differences(ctx: RankContext) -> list[tuple[str, float]]:
 
 
 def test_split_models_compute_what_plain_ones_do(pool: WorkerPool) -> None:
-    """Logits, loss, every gradient, and weights after three steps."""
+    """Logits, loss, every gradient, and weights after three steps are equal."""
     for found in pool.run(differences, DEGREE):
         assert found
         assert [(what, difference) for what, difference in found if not difference <= 2e-5] == []
 
 
 def split_on_meta(kind: str, degree: int, **changes: Any) -> tuple[int, int, nn.Module]:
-    """Elements of the plain model, of rank 0, and its model. Nothing is sent: there are no values."""
+    """Return the elements of the plain model, of rank 0, and its model. Nothing is sent, since there are no values."""
     model = tiny_model(kind, seed=0, **changes)
     whole = sum(p.numel() for p in model.parameters())
     model = model.to("meta")
@@ -78,7 +78,7 @@ def split_on_meta(kind: str, degree: int, **changes: Any) -> tuple[int, int, nn.
 
 @pytest.mark.parametrize(("kind", "changes", "share"), SAMPLES, ids=str)
 def test_ranks_hold_their_share(kind: str, changes: Changes, share: float) -> None:
-    """The rest are norms, positions and routers, key-value heads held by several, and a vocabulary dealt unevenly."""
+    """The rest are norms, positions and routers, replicated key-value heads, and an unevenly split vocabulary."""
     if kind not in CAUSAL_TYPES:
         pytest.skip(f"this transformers has no {kind}")
     whole, held, _ = split_on_meta(kind, DEGREE, **changes)
@@ -108,7 +108,7 @@ def test_what_cannot_be_split_is_said(kind: str, changes: Changes, says: str) ->
 
 
 def test_attention_sees_its_own_counts() -> None:
-    """And everybody else the config as it is."""
+    """All other modules see the original config."""
     _, _, model = split_on_meta("phi3", 4)
     attention: Any = model.get_submodule("model.layers.0.self_attn")
     config: Any = model.config
@@ -126,7 +126,7 @@ def test_rows_over_those_of_transformers() -> None:
 
 
 class _Blocks(nn.Module):
-    """A model of nobody's, whose config has a plan."""
+    """A custom model whose config has a plan."""
 
     def __init__(self, plan: dict[str, str]) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def own_plan(ctx: RankContext) -> tuple[Tensor, list[tuple[int, ...]]]:
 
 
 def test_a_plan_of_the_models_own(pool: WorkerPool) -> None:
-    """`*` in front is any path, further on a number."""
+    """A leading `*` matches any path, a later one a number."""
     torch.manual_seed(0)
     want = _Blocks({})(torch.ones(2, 4))
     for output, shapes in pool.run(own_plan, 2):

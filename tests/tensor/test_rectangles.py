@@ -32,7 +32,7 @@ def test_boxes_cover_the_range_exactly_once_in_order(data: st.DataObject) -> Non
 
 
 def test_a_ragged_range_of_a_matrix() -> None:
-    """The end of row 0, the whole rows 1 and 2, the beginning of row 3."""
+    """The end of row 0, the full rows 1 and 2, the beginning of row 3."""
     assert rectangles((4, 5), 3, 17) == [
         Rectangle((0, 3), (1, 2), 3, 5),
         Rectangle((1, 0), (2, 5), 5, 15),

@@ -1,4 +1,4 @@
-"""A run over tp and dp is the run of one process: losses, norms, checkpoints, exports, first values."""
+"""A run over tp and dp matches one process: losses, norms, checkpoints, exports, initial values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS, VOCAB = 3, 67  # a vocabulary that no degree divides
 
 
 def llama(tied: bool = False) -> Any:
-    """4 heads, 2 key-value heads: four tp ranks hold each of these in pairs."""
+    """Return a model with 4 heads and 2 key-value heads: four tp ranks hold each of these in pairs."""
     return tiny_llama(tied, layers=2, vocab=VOCAB)
 
 
@@ -101,7 +101,7 @@ def test_it_trains_saves_and_exports_as_one_process_does(
     sequence: bool,
     sections: dict[str, Any],
 ) -> None:
-    """Then the checkpoint is loaded by one process, of another stage, and trained on."""
+    """Then one process loads the checkpoint at another stage, and continues."""
     ranks = pool.run(train_and_save, 4, tp, stage, tied, sequence, sections, tmp_path)
     want = truth(tied)
     for rank in ranks:
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_one_process_is_loaded_at_any_degree(pool: WorkerPool, t
 
 
 def start(ctx: RankContext, directory: Path, stage: int) -> tuple[list[dict[str, Tensor]], int]:
-    """Weights from a file and from the seed, and the elements that this rank read."""
+    """Return the weights from a file and from the seed, and the elements that this rank read."""
     stored = model_with_source(load_config(str(directory)), str(directory), from_scratch=False, seed=0)
     with counted_reads() as read:
         engines = [engine_of(2, config_of(stage), stored.model, source=stored.source)]

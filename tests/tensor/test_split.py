@@ -16,7 +16,7 @@ from launcher.tensor.split import DimSlice, Split
 
 @st.composite
 def splits(draw: st.DrawFn) -> Split:
-    """Any parts along any dim, in any order; some are empty, some are held by several ranks."""
+    """Generate parts along any dim, in any order; some are empty, some are on several ranks."""
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     if not shape:
         return Split.whole((), Axis("tp", draw(st.sampled_from([1, 2])), 0))
@@ -35,7 +35,7 @@ def numbered(shape: Sequence[int]) -> Tensor:
 
 
 def local_of(split: Split) -> Tensor:
-    """What the split says, by one index for each element along its dim."""
+    """Compute the same from the split with one index per element along its dim."""
     logical = numbered(split.shape)
     if not split.shape:
         return logical

@@ -1,4 +1,4 @@
-"""The JSON's own rules: which counts for a parameter, and where it cuts."""
+"""The JSON's own rules: which one applies to a parameter, and where it splits."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_rule_that_does_not_fit_says_why(spec: dict[str, Any], shape: tuple[in
 
 @given(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 3))
 def test_the_sizes_are_those_of_the_view(blocks: int, parts: list[int], inner: int) -> None:
-    """What lies in part j of the view lies in the sizes that stand for part j."""
+    """Part j of the view has the sizes given for part j."""
     rows = blocks * sum(parts) * inner
     rule = only(shape=[blocks, parts, inner, 2], partition_dim=1)
     weight = torch.arange(rows * 2).view(rows, 2)

@@ -1,4 +1,4 @@
-"""Weight gradients: computed later, or added in place, they are those of autograd."""
+"""Weight gradients that are deferred, or accumulated in place, equal those of autograd."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.tensor.zoo_tables import EXTRAS, KNOWN, KNOWN_AT, PART, ROUTES, UNRUN
 
 
 def test_every_causal_type_is_known() -> None:
-    """Types that came after the version the list was made of may be missing."""
+    """Types newer than the version of the list may be missing."""
     there = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if Version(transformers.__version__) <= Version(KNOWN_AT):
         assert there <= set(KNOWN)

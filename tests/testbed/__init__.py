@@ -1,1 +1,3 @@
-"""A cluster on this machine: `hosts.py` makes machines of network and process namespaces, and breaks them."""
+"""A simulated cluster on this machine: `hosts.py` creates machines from network and process namespaces, and breaks
+them.
+"""

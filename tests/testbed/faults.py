@@ -1,4 +1,4 @@
-"""What can go wrong with a machine, and how it is made whole again."""
+"""Faults of a simulated machine, and how to heal them."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from tests.testbed.machines import sshd_path
 from tests.testbed.slow import undo_delay
 from tests.testbed.state import cluster, node, note, save
 
-NOWHERE = "02:00:00:00:00:01"  # a hardware address that nobody has
+NOWHERE = "02:00:00:00:00:01"  # an unused hardware address
 
 
 def cut(args):
@@ -41,7 +41,7 @@ def unplug(args):
     state = cluster()
     host = node(state, args.node)
     sh("ip", "link", "set", host["port"], "down", pid=state["keeper"])
-    for peer in state["nodes"].values():  # an old entry would last some seconds
+    for peer in state["nodes"].values():  # a stale entry would last some seconds
         sh("ip", "neigh", "del", host["address"], "dev", "eth0", pid=peer["init"], check=False)
     note(state, args.node, "unplug", True)
 
@@ -87,7 +87,7 @@ def hide(args):
 
 
 def unmount(init, path):
-    """umount(8) would need a /proc that shows itself."""
+    """Unmount a path with the system call, since umount(8) would need a /proc of its own namespace."""
     enter(init, "mnt")
     syscall("umount2", path.encode(), 2)  # MNT_DETACH
 

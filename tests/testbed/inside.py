@@ -1,4 +1,4 @@
-"""What runs on a machine: commands started there, and the processes that are found."""
+"""Run commands on a simulated machine, and find its processes."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from tests.testbed.kernel import NAMESPACES, die_with_parent, enter, in_child
 
 
 def run_inside(host, argv, terminal=False):
-    """Run argv on a machine, pass signals on to it, return its exit code."""
+    """Run argv on a machine, forward signals to it, and return its exit code."""
     passed = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
     signal.pthread_sigmask(signal.SIG_BLOCK, passed | {signal.SIGCHLD})
     folder = os.getcwd()
@@ -44,7 +44,7 @@ def started_inside(host, program):
 
 
 def inhabitants(host):
-    """(pid outside, pid inside, command) of a machine's processes, init left out."""
+    """Return (pid outside, pid inside, command) of a machine's processes, except init."""
 
     def space(pid):
         return os.stat(f"/proc/{pid}/ns/pid").st_ino
@@ -64,14 +64,14 @@ def inhabitants(host):
 
 
 def sshd_of(host):
-    """The machine's listening sshd, as a process id out here; None if it has none."""
+    """Return the outside process id of the machine's listening sshd, or None if there is none."""
     for pid, _, line in inhabitants(host):
         if line.startswith("sshd:") and "[listener]" in line:
             return pid
 
 
 def signal_all(host, signum):
-    """Send a signal to every process of a machine but its init, at one stroke."""
+    """Send a signal to every process of a machine except its init, all at once."""
 
     def send():
         with contextlib.suppress(ProcessLookupError):

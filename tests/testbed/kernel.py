@@ -1,4 +1,4 @@
-"""What the kernel is asked for: namespaces, processes, system programs."""
+"""System calls and programs: namespaces and processes."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Failed(Exception):
-    """Something to tell the user in one line; code is the exit code."""
+    """An error to show to the user in one line. `code` is the exit code."""
 
     def __init__(self, message, code=1):
         super().__init__(message)
@@ -32,7 +32,7 @@ def die_with_parent():
 
 
 def enter(pid, *names):
-    """Move this process into namespaces of process pid ('pid': its children)."""
+    """Move this process into namespaces of process pid ('pid': only its children)."""
     fds = {name: os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in names}
     for name in NAMESPACES:  # mnt last: it changes what /proc is
         if name in fds:
@@ -42,7 +42,7 @@ def enter(pid, *names):
 
 
 def sh(*argv, pid=None, names=("net",), check=True):
-    """Run a system program, in the namespaces of process pid if one is given."""
+    """Run a system program, in the namespaces of process pid if given."""
     done = subprocess.run(
         [str(a) for a in argv],
         stdin=subprocess.DEVNULL,
@@ -56,7 +56,7 @@ def sh(*argv, pid=None, names=("net",), check=True):
 
 
 def in_child(function):
-    """Call function in a forked process, which may change namespaces; did it work?"""
+    """Call function in a forked process, which may change namespaces; return whether it succeeded."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
@@ -68,7 +68,7 @@ def in_child(function):
 
 
 def start_time(pid):
-    """When a process began, in clock ticks; None if it is gone or a zombie."""
+    """Return the start time of a process in clock ticks, or None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Machines come up and go down: namespaces, their network, the files that each has for itself, and sshd."""
+"""Start and stop simulated machines: namespaces, network, the files of each machine, and sshd."""
 
 import os
 import select
@@ -74,11 +74,11 @@ def check_machine():
 
 
 def sshd_path():
-    return shutil.which("sshd") or "/usr/sbin/sshd"  # sshd wants its full path
+    return shutil.which("sshd") or "/usr/sbin/sshd"  # sshd requires its full path
 
 
 def write_files(addresses):
-    """The files that each machine has for itself, under DIR/NAME and DIR/etc."""
+    """Write the files of each machine, under DIR/NAME and DIR/etc."""
 
     def keygen(path, comment):
         sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", path)
@@ -122,7 +122,7 @@ def up(args):
     DIR.mkdir(mode=0o700, parents=True)
     addresses = {"head": f"{SUBNET}.254"}
     addresses |= {f"node{i}": f"{SUBNET}.{i}" for i in range(1, args.count + 1)}
-    STATE.write_text("{}")  # marks DIR as ours before all else
+    STATE.write_text("{}")  # marks DIR as ours first
     write_files(addresses)
 
     hear, tell = os.pipe()
@@ -141,9 +141,9 @@ def up(args):
 
 
 def keep(addresses, owner, tell):
-    """The keeper: makes the switch and the machines, then waits to be ended."""
+    """Run the keeper: create the switch and the machines, then wait to be ended."""
     os.setsid()
-    os.closerange(3, tell)  # not to keep a caller's pipe open
+    os.closerange(3, tell)  # do not keep a caller's pipe open
     os.closerange(tell + 1, 1024)
     watch = os.pidfd_open(owner) if owner else None
     quiet = os.open(DIR / "log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -173,7 +173,7 @@ def keep(addresses, owner, tell):
 
 
 def boot(name, address, port):
-    """Start one machine; returns its init's process id."""
+    """Start one machine; return the process id of its init."""
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     syscall("unshare", NEWPID)
     said, say = os.pipe()
@@ -194,7 +194,7 @@ def boot(name, address, port):
             os.write(say, f"{name}: {error}".encode())
         os._exit(1)
     os.close(say)
-    syscall("setns", own, NEWPID)  # the next child is in the usual one
+    syscall("setns", own, NEWPID)  # the next child is in the original one
     try:
         if os.read(said, 4096) != b"1":
             raise Failed(f"{name}: no namespaces")
@@ -242,7 +242,7 @@ def reap_forever():
 
 
 def down(args):
-    """End the cluster.  Nothing to end is fine too."""
+    """End the cluster. Does nothing if there is none."""
     state = load()
     if state:
         members = [n["init"] for n in state["nodes"].values()]

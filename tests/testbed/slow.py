@@ -1,4 +1,4 @@
-"""Slow links: less bandwidth, and a relay process in the cable for delay: not every kernel has the netem qdisc."""
+"""Slow links: limited bandwidth, and a relay process that adds delay, since not every kernel has the netem qdisc."""
 
 import contextlib
 import ctypes
@@ -38,7 +38,7 @@ def bandwidth(args):
 
 
 def delay(args):
-    """A relay process in the cable: not every kernel has the netem qdisc."""
+    """Start a relay process on the link, since not every kernel has the netem qdisc."""
     state = cluster()
     host = node(state, args.node)
     undo_delay(state, host)
@@ -70,7 +70,7 @@ def delay(args):
 
 
 def whole_packets(device, pid):
-    """Have the kernel finish each packet (size, checksum) before device sends it."""
+    """Make the kernel complete each packet (size, checksum) before device sends it."""
 
     def off():
         enter(pid, "net")
@@ -90,7 +90,7 @@ def whole_packets(device, pid):
 
 
 def relay(left, right, seconds, keeper, tell):
-    """Carry frames between two interfaces of the switch, each a while later."""
+    """Forward frames between two interfaces of the switch, with a delay."""
     over = os.pidfd_open(keeper)
     enter(keeper, "net")
     links = []
@@ -121,7 +121,7 @@ def relay(left, right, seconds, keeper, tell):
         for due, link, frame in pending:
             if due > now:
                 break
-            with contextlib.suppress(OSError):  # full or down: lost, as on a real wire
+            with contextlib.suppress(OSError):  # full or down: dropped, as on a real link
                 link.send(frame)
             sent += 1
         del pending[:sent]

@@ -1,4 +1,4 @@
-"""What is known about the cluster that is up: a file in its folder."""
+"""The state of the running cluster, in a file in its folder."""
 
 import json
 import os
@@ -12,7 +12,7 @@ STATE = DIR / "state.json"
 
 
 def load():
-    """The live cluster's state, or None."""
+    """Return the running cluster's state, or None."""
     try:
         state = json.loads(STATE.read_text())
     except (OSError, ValueError):
@@ -35,7 +35,7 @@ def node(state, name):
 
 
 def note(state, name, fault, value):
-    """Write down that a fault is on, so that list shows and heal undoes it."""
+    """Record an active fault, for `list` and `heal`."""
     state["nodes"][name]["faults"][fault] = value
     save(state)
 

@@ -1,4 +1,4 @@
-"""Versions of others: which are tried (`python -m tests.versions`), and tests that only some of them can pass."""
+"""Versions of dependencies that are tested (`python -m tests.versions`), and tests that require certain versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRANSFORMERS = Version(version("transformers"))
 
 
 def pinned(package: str) -> str:
-    """The version in constraints.txt, which `make test` has."""
+    """Return the version in constraints.txt, which `make test` uses."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return next(line.partition("==")[2].split()[0] for line in lines if line.startswith(f"{package}=="))
 

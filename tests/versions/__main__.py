@@ -1,9 +1,10 @@
-"""The core of the tests on other versions of transformers and torch.
+"""Run the core tests with other versions of transformers and torch.
 
     python -m tests.versions [NAME==VERSION ...]
 
-Each version is put into a directory of its own in front of the environment's packages. A line for each: how many
-tests passed, and which failed. Fails where any did. torch's versions from PyPI bring CUDA's libraries: 3 GB each.
+Each version is installed into its own directory, in front of the environment's packages. Prints one line per version:
+the number of passed tests, and the failures. Exits with an error if a test failed. torch from PyPI includes the CUDA
+libraries: 3 GB per version.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CORE = [
 
 
 def installed(requirement: str) -> Path:
-    """The directory that has the version, and what it needs but numpy, which the environment's packages share."""
+    """Return the directory with the version and its dependencies, except numpy, which comes from the environment."""
     directory = DIRECTORY / requirement.replace("==", "-")
     if not (directory / "complete").exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(directory)]
@@ -40,7 +41,7 @@ def installed(requirement: str) -> Path:
 
 
 def tried(requirement: str) -> tuple[str, list[str]]:
-    """(What pytest says last, tests that failed)."""
+    """Return (pytest's summary line, failed tests)."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Bits that change while nobody writes, and bits that are wrong when they are computed: found, and named."""
+"""Bits that change without a write, and bits that are computed wrongly, are detected and reported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(engine: Any, ctx: RankContext, steps: range) -> list[float]:
 
 
 def flip(tensor: Tensor, at: int, bit: int) -> None:
-    """Change one bit as a fault does: torch hears nothing of it."""
+    """Change one bit like a hardware fault, unnoticed by torch."""
     words = tensor.detach().reshape(-1).numpy().view(np.uint32)
     words[at] ^= np.uint32(1 << bit)
 
@@ -89,7 +89,7 @@ def test_a_bit_that_changes_between_two_steps_is_found_and_named(
 
 
 def faulty(due: int, where: float, bit: int) -> Callable[[FlatGradient, Tensor], Tensor]:
-    """What stands for `to_wire`, and flips one bit in its call number `due`."""
+    """Replace `to_wire`, and flip one bit in call number `due`."""
     to_wire, counted = FlatGradient.to_wire, count()
 
     def flipping(self: FlatGradient, full: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def test_looking_changes_nothing(pool: WorkerPool, stage: int) -> None:
 
 
 def written(ctx: RankContext, write: Callable[[Tensor], object]) -> list[str]:
-    """What is said where a script writes to weights between two steps."""
+    """Return the messages after a script writes to weights between two steps."""
     engine = engine_of(config_of(1, replica_check={"every": 0, "resting": True, "action": "warn"}), stack())
     train(engine, ctx, range(1))
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_what_a_program_writes_is_no_fault(pool: WorkerPool) -> None:
 
 
 def scripted(ctx: RankContext, stage: int, directory: str) -> None:
-    """A script writes to parameters and loads, in each of the ways that torch and the engine have."""
+    """Write to parameters and load, in each way that torch and the engine provide."""
     engine = engine_of(config_of(stage, replica_check={"every": 0, "resting": True}), stack())
     for step in range(2):  # what is loaded may lie where other values did
         train(engine, ctx, range(step, step + 1))
@@ -220,7 +220,7 @@ def test_what_a_script_writes_and_loads_is_no_fault(
 
 
 class Moving(nn.Module):
-    """Puts another tensor in the place of its buffer at each call."""
+    """Replaces its buffer by another tensor at each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Moving(nn.Module):
 
 
 def with_random_data(ctx: RankContext, every: int) -> tuple[list[float], Tensor]:
-    """Data that draw random numbers when they are read, between those that the model draws."""
+    """Return data that draw random numbers when they are read, between those of the model."""
     torch.manual_seed(ctx.rank)
     engine = engine_of(config_of(1, 2, replica_check={"every": 0, "replay_every": every}), Moving())
     losses = []
@@ -253,7 +253,7 @@ def test_data_may_draw_random_numbers_and_buffers_may_be_assigned(pool: WorkerPo
 
 
 def random_model(ctx: RankContext) -> str:
-    """A model that is not deterministic."""
+    """Return a model that is not deterministic."""
     engine = engine_of(config_of(2, replica_check={"replay_every": 1}), stack())
     numbers = random.SystemRandom()
     engine.module.register_forward_pre_hook(lambda _, args: (args[0] * numbers.random(), args[1]))

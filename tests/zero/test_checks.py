@@ -1,4 +1,4 @@
-"""`enable_sanity_checks`: what goes wrong in silence without it is an error that says what."""
+"""`enable_sanity_checks`: mistakes that are silent without it are errors with an explanation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def made(stage: int, checks: bool, **zero: Any) -> Any:
 
 
 def another_order(engine: Any, ctx: RankContext) -> None:
-    """Ranks gather different units at one time: both are whole, with each other's bytes."""
+    """Ranks gather different units at the same time: each gets the other's bytes."""
     blocks = list(engine.module.blocks)
     with engine.zero.gathered(blocks[ctx.rank].parameters()), record_collectives() as records:
         pass
@@ -45,7 +45,7 @@ def not_a_number(engine: Any, ctx: RankContext) -> None:
 
 
 def stumble(ctx: RankContext, stage: int, mistake: Callable[..., None], **zero: Any) -> str:
-    """What an engine with checks says; one without says nothing."""
+    """Return the error of an engine with checks; one without reports nothing."""
     said = ""
     for checks in (False, True):
         engine = made(stage, checks, **zero)

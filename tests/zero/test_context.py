@@ -1,4 +1,4 @@
-"""`zero.Init` makes the same model on every topology; `zero.GatheredParameters` shows and edits whole parameters."""
+"""`zero.Init` creates the same model on every topology; `zero.GatheredParameters` reads and edits full parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HF: dict[str, Callable[..., nn.Module]] = {"llama": tiny_llama, "gpt2": tiny_gpt
 
 
 class Counted(Stack):
-    """Its two loose parameters have a value too."""
+    """Its two direct parameters have a value too."""
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.scale)
@@ -50,7 +50,7 @@ def made(ctx: RankContext, stage: int, kind: str, tied: bool, seed: int) -> dict
 def test_a_model_on_meta_gets_the_same_values_everywhere(
     pool: WorkerPool, kind: str, tied: bool, world: int, stage: int
 ) -> None:
-    """Those of one process that makes it whole; another seed gives others."""
+    """Values equal those of one process; another seed gives others."""
     with torch.device("meta"):
         truth = Counted() if kind == "stack" else HF[kind](tied=tied)
     materialize(truth, 3)
@@ -64,7 +64,7 @@ def test_a_model_on_meta_gets_the_same_values_everywhere(
 
 
 def most_alive(ctx: RankContext, stage: int) -> tuple[int, int, int]:
-    """Most elements of whole parameters that existed at a time, of the largest block, and of the model."""
+    """Return the peak elements of full parameters at a time, of the largest block, and of the model."""
     model = on_meta("llama", False)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     alive: dict[int, int] = {}
@@ -156,7 +156,7 @@ def read_and_edit(ctx: RankContext, stage: int, sections: dict[str, Any]) -> tup
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("sections", [{}, BF16], ids=["fp32", "bf16"])
 def test_edits_of_one_rank_arrive_everywhere(pool: WorkerPool, stage: int, sections: dict[str, Any]) -> None:
-    """In what the model computes with, in the masters, and in the next step, which is a small one."""
+    """In the compute weights, in the master weights, and in the next step, which is small."""
     for moved in pool.run(read_and_edit, 2, stage, sections):
         assert all(0 <= m < 0.05 for m in moved)
 

@@ -1,4 +1,4 @@
-"""An exception in the middle of a forward or backward, on all ranks alike, leaves the engine usable."""
+"""An exception in the middle of a forward or backward, on all ranks, leaves the engine usable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.zero.models import Stack
 
 
 class Failing(Stack):
-    """Fails where it is told to: in the middle of the forward, or of the backward."""
+    """Fails on request: in the middle of the forward, or of the backward."""
 
     fails = ""
 
@@ -61,5 +61,5 @@ def fail_and_go_on(ctx: RankContext, stage: int, where: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_leaves_the_engine_usable(pool: WorkerPool, stage: int, where: str) -> None:
-    """On all ranks alike, as a bad batch does; the step is repeated with the same numbers."""
+    """The exception is on all ranks, as with a bad batch; the repeated step gives the same results."""
     pool.run(fail_and_go_on, 2, stage, where)

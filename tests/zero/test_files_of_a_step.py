@@ -61,7 +61,7 @@ def files_of_a_step(ctx: RankContext, transport: str) -> set[str]:
 
 
 def listed() -> list[str]:
-    """Return what the page lists."""
+    """Return the files that the page lists."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     section = page.partition("\n## The files of a ZeRO-3 step\n")[2].partition("\n## ")[0]
     return re.findall(r"^\d+\. `([\w/]+\.py)`: ", section, re.MULTILINE)
@@ -78,7 +78,7 @@ def test_a_reader_of_a_step_opens_few_files(pool: WorkerPool) -> None:
 
 
 def test_the_core_knows_no_feature() -> None:
-    """The files of a step, and what they are made of: features come into their lists from outside."""
+    """The files of a step do not import features, which are added to their lists from outside."""
     core = [path for path in listed() if path.startswith("zero/") and path != "zero/model.py"]
     found = []
     for path in (*core, "zero/layout.py", "zero/pool.py", "zero/policy.py", "zero/axes.py", "zero/slot.py"):

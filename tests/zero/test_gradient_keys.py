@@ -1,4 +1,4 @@
-"""Sum or mean, with or without a norm, unused parameters: keys about gradients, at every stage."""
+"""Gradient keys at every stage: sum or mean, with or without a norm, unused parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(ctx: RankContext, stage: int, sections: dict[str, Any]) -> tuple[list[fl
 @pytest.mark.key("gradient_allreduce_op")
 @pytest.mark.parametrize("stage", STAGES)
 def test_sum_is_as_many_times_the_mean_as_there_are_ranks(pool: WorkerPool, stage: int) -> None:
-    """SGD with a sum over 2 ranks is SGD of twice the rate with a mean."""
+    """SGD with a sum over 2 ranks equals SGD with twice the learning rate and a mean."""
     model = stack()
     want = truth(torch.optim.SGD(model.parameters(), lr=2 * 0.02), model, range(4), parts=4)
     losses, norm, weights = pool.run(run, 2, stage, {"gradient_allreduce_op": "SUM"})[0]
@@ -48,7 +48,7 @@ def first_norm(ctx: RankContext, stage: int, op: str) -> float:
 @pytest.mark.key("zero_optimization.compute_grad_norm")
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_norm(pool: WorkerPool, stage: int) -> None:
-    """The same numbers without it, and no norm to ask for."""
+    """Results are equal without it, and there is no norm."""
     plain = pool.run(run, 2, stage, {})[0]
     without = pool.run(run, 2, stage, {"zero_optimization": {"stage": stage, "compute_grad_norm": False}})[0]
     assert without[0] == plain[0]
@@ -66,7 +66,7 @@ def test_no_norm(pool: WorkerPool, stage: int) -> None:
     ],
 )
 def test_what_needs_the_norm_is_refused_without(user: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"compute_grad_norm is false, and .* needs the norm"):
+    with pytest.raises(ConfigError, match=r"compute_grad_norm is false, but .* needs the norm"):
         load({"zero_optimization": {"compute_grad_norm": False}, **user})
 
 

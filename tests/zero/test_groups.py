@@ -1,4 +1,4 @@
-"""Shard groups smaller than dp: MiCS and hpZ train like one process, and their bytes stay in the groups."""
+"""Shard groups smaller than dp: MiCS and hpZ train like one process, and their traffic stays in the groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HPZ = {"zero_hpz_partition_size": 2, **ALL_SHARDED}
 
 
 def sent(records: list[CollectiveRecord], axis: str, op: str) -> float:
-    """Bytes that a rank sent along an axis, in units of the parameters' bytes; the norm apart."""
+    """Return the bytes that a rank sent along an axis, in units of the parameters' bytes, without the norm."""
     own = [r for r in records if r.axis == axis and r.op == op and r.tag != "root/norm"]
     return sum(r.sent for r in own) / (4 * PARAMETERS)
 
@@ -40,7 +40,7 @@ def near(bytes_sent: float) -> object:
 def test_mics_is_zero_inside_groups_and_a_sum_across_them(
     pool: WorkerPool, stage: int, accumulation: int
 ) -> None:
-    """State is divided by the group's 2 ranks, not by 4; only gradients leave a group, once a step."""
+    """State is sharded over the group's 2 ranks, not over 4; only gradients leave a group, once per step."""
     case = Case(stage, accumulation, zero=MICS)
     ranks = pool.run(train, WORLD, case)
     for rank in ranks:
@@ -57,7 +57,10 @@ def test_mics_is_zero_inside_groups_and_a_sum_across_them(
 
 @pytest.mark.key("zero_optimization.zero_hpz_partition_size")
 def test_hpz_gathers_the_backward_inside_groups(pool: WorkerPool) -> None:
-    """One gather over dp a step fills the second shard; all others stay in the group, which costs P/2 more."""
+    """One gather over dp per step fills the secondary shard.
+
+    All others stay in the group, at the cost of P/2 more memory.
+    """
     for accumulation in (1, 3):
         plain = pool.run(train, WORLD, Case(3, accumulation, zero=ALL_SHARDED))[0]
         ranks = pool.run(train, WORLD, Case(3, accumulation, zero=HPZ))
@@ -94,7 +97,7 @@ def test_with_everything_else(pool: WorkerPool, name: str) -> None:
 
 
 def test_hpz_with_quantised_weights(pool: WorkerPool) -> None:
-    """The forward's gather is quantised; the second shard keeps what it gave, and the backward sees the same."""
+    """The forward's gather is quantized; the secondary shard keeps its result, and the backward uses the same."""
     plain = pool.run(train, WORLD, Case(3, zero=ALL_SHARDED))[0]
     both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
     alone = pool.run(train, WORLD, Case(3, zero={**ALL_SHARDED, **both}))[0]
@@ -138,7 +141,7 @@ def two_backwards(ctx: RankContext) -> str:
 
 
 def test_a_second_backward_after_the_sum_over_groups_is_refused(pool: WorkerPool) -> None:
-    """It would count the first one's gradients once for every group."""
+    """It would count the first one's gradients once per group."""
     for said in pool.run(two_backwards, 2):
         assert "the last microbatch of a step had two backward passes" in said
 
@@ -150,7 +153,7 @@ def on_nodes_of_two(ctx: RankContext, case: Case) -> Trained:
 
 @pytest.mark.key("zero_optimization.mics_hierarchical_params_gather")
 def test_hierarchical_gathers_cross_nodes_once(pool: WorkerPool) -> None:
-    """Two nodes of two: in one hop a rank sends its quarter to both ranks over there, in two hops to one of them."""
+    """Two nodes of two: in one hop a rank sends its quarter to both remote ranks, in two hops to one of them."""
     zero = {"mics_shard_size": 4, **ALL_SHARDED}
     flat, *_ = pool.run(on_nodes_of_two, WORLD, Case(3, steps=3, zero=zero))
     zero["mics_hierarchical_params_gather"] = True

@@ -1,4 +1,4 @@
-"""Keys of `zero_optimization`, from the JSON to what they change: what is gathered and what travels at a time."""
+"""Keys of `zero_optimization` and their effects: what is gathered, and how much is in flight."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALONE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0
 
 
 def gathered(ctx: RankContext, zero: dict[str, Any]) -> tuple[int, int, int]:
-    """In the third step: (most elements gathered at a time, most units gathered ahead of use, gathers)."""
+    """Return for the third step: (peak gathered elements, peak prefetched units, gathers)."""
     engine = engine_of(config_of(3, zero_optimization={"stage": 3, **zero}), stack(depth=6))
     unsharder = engine.zero.unsharder
     advance(engine, ctx, range(2))
@@ -60,7 +60,7 @@ def test_units_gathered_ahead(pool: WorkerPool) -> None:
 
 @pytest.mark.key(KEY + "stage3_max_live_parameters", KEY + "stage3_max_reuse_distance")
 def test_units_kept(pool: WorkerPool) -> None:
-    """Within the distance a block is gathered once a step; the limit on live elements goes before it."""
+    """Within the reuse distance a block is gathered once per step; the limit on live elements takes precedence."""
     everything = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
     kept = pool.run(gathered, 2, {**everything, "stage3_max_reuse_distance": 10**9})[0]
     near = pool.run(gathered, 2, {**everything, "stage3_max_reuse_distance": 2 * BLOCK})[0]
@@ -75,7 +75,7 @@ def test_units_kept(pool: WorkerPool) -> None:
 
 
 def tiles(ctx: RankContext, stage: int, size: int) -> list[int]:
-    """Elements that each call of the inner optimizer steps."""
+    """Return the elements that each call of the inner optimizer steps."""
     engine = engine_of(config_of(stage, zero_optimization={"stage": stage, "sub_group_size": size}))
     seen: list[int] = []
 
@@ -96,7 +96,7 @@ def test_elements_stepped_at_a_time(pool: WorkerPool, stage: int) -> None:
 
 
 def in_flight(ctx: RankContext, stage: int, overlap: bool) -> int:
-    """Most gradient elements under way when a unit has been handed over."""
+    """Return the peak gradient elements in flight when a unit has been handed over."""
     engine = engine_of(config_of(stage, zero_optimization={"stage": stage, "overlap_comm": overlap}))
     seen = watch_in_flight(engine)
     advance(engine, ctx, [0])
@@ -121,7 +121,7 @@ def other_values(stage: int) -> dict[str, Any]:
 @pytest.mark.key(*(KEY + key for key in ZeroConfig.without_effect))
 @pytest.mark.parametrize("stage", STAGES)
 def test_keys_without_effect_warn_and_have_none(pool: WorkerPool, stage: int) -> None:
-    """The same collectives, bytes and numbers to the bit, with all of them at their other value."""
+    """Collectives, bytes and results are identical with all of them at another value."""
     keys = other_values(stage)
     notes = [str(note) for note in load({"zero_optimization": {"stage": stage, **keys}}).notes]
     for key in keys:
@@ -139,7 +139,7 @@ def saved(ctx: RankContext, directory: Path, gather: bool) -> bool:
 
 @pytest.mark.key(KEY + "stage3_gather_16bit_weights_on_model_save")
 def test_whole_weights_are_written_either_way(pool: WorkerPool, tmp_path: Path) -> None:
-    """DeepSpeed writes nothing of use without the key; here `save_16bit_model` is asked and does it."""
+    """DeepSpeed writes nothing useful without the key; here `save_16bit_model` is explicit and works."""
     for gather in (True, False):
         assert pool.run(saved, 2, tmp_path / str(gather), gather) == [True, True]
     files = [load_file(tmp_path / str(gather) / "model.safetensors") for gather in (True, False)]

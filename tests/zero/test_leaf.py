@@ -1,4 +1,4 @@
-"""Leaf modules: what is fetched as one, and that the numbers stay."""
+"""Leaf modules are gathered as one unit, and results stay the same."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def model_of() -> Model:
 
 
 def trained(ctx: RankContext, zero: dict[str, Any], mark: str) -> tuple[list[float], list[str], int]:
-    """(losses, units, gathers of a step)."""
+    """Return (losses, units, gathers of a step)."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, **zero}
     model = model_of()
     if mark:
@@ -104,7 +104,7 @@ LEAVES = {
     "zero_optimization.stage3_module_granularity_threshold",
 )
 def test_leaves_are_units(pool: WorkerPool) -> None:
-    """Around blocks, beside them, inside them; each key changes units and gathers, and never the numbers."""
+    """Around blocks, next to them, inside them; each key changes units and gathers, and never the results."""
     losses, units, plain = pool.run(trained, 2, {}, "")[0]
     assert units == [*BLOCKS, *INNER, "root"]
     for zero, want in LEAVES.values():
@@ -115,7 +115,7 @@ def test_leaves_are_units(pool: WorkerPool) -> None:
 
 
 def test_marked_in_code(pool: WorkerPool) -> None:
-    """The functions of deepspeed.utils."""
+    """Uses the functions of deepspeed.utils."""
     losses, units, _ = pool.run(trained, 2, {}, "Encoder")[0]
     assert units == [*BLOCKS, "encoder", "root"] and losses == pool.run(trained, 2, {}, "")[0][0]
     model, zero = model_of(), launcher.zero
@@ -143,7 +143,7 @@ def test_what_cannot_be_a_leaf_is_said(leaf: dict[str, Any], said: str) -> None:
 
 
 def test_a_list_of_modules_is_no_unit() -> None:
-    """It has no forward, before which its parameters could be gathered."""
+    """It has no forward before which its parameters could be gathered."""
     model = model_of()
     assert launcher.zero.set_z3_leaf_modules_by_name(model, ["encoder.layers"])[0] == [model.encoder.layers]
     with pytest.raises(ConfigError, match=r"encoder\.layers is a ModuleList, which cannot be a leaf"):

@@ -1,4 +1,4 @@
-"""Bytes held are the table of the ZeRO paper, and bytes sent its section 7, to the padding."""
+"""Bytes held match the table of the ZeRO paper, and bytes sent its section 7, up to padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0
 
 
 def padding(world: int) -> int:
-    """Most elements that alignment of slots and of shards can add."""
+    """Return the maximum number of elements added by alignment of slots and shards."""
     return SLOTS * ALIGN + UNITS * world * ALIGN
 
 
@@ -34,7 +34,7 @@ def assert_bytes(held: int, elements: float, world: int, bytes_each: int = 4) ->
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(("stage", "sharded"), [(0, ""), (1, "o"), (2, "og"), (3, "ogp")])
 def test_bytes_held(pool: WorkerPool, stage: int, sharded: str, world: int) -> None:
-    """Parameters 4P, gradients 4P, Adam's moments 8P, each divided by the ranks where it is sharded (fp32)."""
+    """Parameters 4P, gradients 4P, Adam's moments 8P, each divided by the ranks if sharded (fp32)."""
     for rank in pool.run(train, world, Case(stage, steps=2, zero=WHOLE)):
         share = {kind: PARAMETERS / (world if kind in sharded else 1) for kind in "ogp"}
         assert_bytes(rank.held["parameters"], share["p"], world)
@@ -64,7 +64,7 @@ def sent(records: list[CollectiveRecord], op: str, phase: str) -> int:
     (2, {("reduce_scatter", "backward"): 1, ("all_gather", "publish"): 1}),
 ])  # fmt: skip
 def test_bytes_sent(pool: WorkerPool, stage: int, expected: dict[tuple[str, str], int], world: int) -> None:
-    """Times P (N - 1) / N elements; the root unit stays gathered from forward to backward."""
+    """In units of P (N - 1) / N elements; the root unit stays gathered from forward to backward."""
     records = pool.run(train, world, Case(stage, steps=3, zero=WHOLE))[0].records
     once = 4 * PARAMETERS * (world - 1) // world
     slack = 4 * padding(world)
@@ -88,7 +88,7 @@ def test_bytes_sent_at_stage_3(pool: WorkerPool, world: int) -> None:
 def test_gradients_are_reduced_once_a_step_unless_they_are_sharded(
     pool: WorkerPool, stage: int, reductions: int
 ) -> None:
-    """Stages 0 and 1 accumulate locally; stages 2 and 3 reduce at every microbatch, or they would hold it all."""
+    """Stages 0 and 1 accumulate locally; stages 2 and 3 reduce at every microbatch, since they store only a shard."""
     records = pool.run(train, 2, Case(stage, accumulation=3, steps=2, zero=WHOLE))[0].records
     phase = [r for r in records if r.tag.endswith("/backward") and r.op != "all_gather"]
     assert len(phase) == reductions * UNITS
@@ -96,7 +96,7 @@ def test_gradients_are_reduced_once_a_step_unless_they_are_sharded(
 
 @pytest.mark.key("zero_optimization.stage3_param_persistence_threshold")
 def test_small_parameters_persist_as_one_collective(pool: WorkerPool) -> None:
-    """The norm weights of 32 elements are gathered together once a step, not before every use."""
+    """The norm weights of 32 elements are gathered together once per step, not before every use."""
     case = Case(3, steps=3, zero={"stage3_param_persistence_threshold": 33, "stage3_max_reuse_distance": 0})
     records = pool.run(train, 2, case)[0].records
     assert [r.numel for r in records if r.tag == "root/publish"] == [(2 * LAYERS + 1) * 32]
@@ -144,7 +144,7 @@ def test_reduce_scatter_false_all_reduces(pool: WorkerPool, stage: int) -> None:
 
 @pytest.mark.key("zero_optimization.stage3_max_reuse_distance")
 def test_max_reuse_distance_keeps_units_for_the_backward(pool: WorkerPool) -> None:
-    """Once the order is known, a unit that is used again within the distance is not gathered a second time."""
+    """Once the order is known, a unit that is reused within the distance is not gathered again."""
     zero = {"stage3_param_persistence_threshold": 0}
     kept = pool.run(train, 2, Case(3, steps=3, zero={**zero, "stage3_max_reuse_distance": 10**9}))[0].records
     freed = pool.run(train, 2, Case(3, steps=3, zero={**zero, "stage3_max_reuse_distance": 0}))[0].records
@@ -156,7 +156,7 @@ def test_max_reuse_distance_keeps_units_for_the_backward(pool: WorkerPool) -> No
 @pytest.mark.key("communication_data_type")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_communication_data_type_is_what_gradients_travel_in(pool: WorkerPool, stage: int) -> None:
-    """Half the bytes, and numbers that are off by the 8 significant bits of bf16."""
+    """Half the bytes, and errors within the 8 significant bits of bf16."""
     plain = pool.run(train, 2, Case(stage, steps=4, zero=WHOLE))[0]
     short = pool.run(train, 2, Case(stage, steps=4, zero=WHOLE, config={"communication_data_type": "bf16"}))[
         0
@@ -169,7 +169,7 @@ def test_communication_data_type_is_what_gradients_travel_in(pool: WorkerPool, s
 
 
 def test_few_units_are_reduced_at_a_time(pool: WorkerPool) -> None:
-    """However large the bucket, no more full gradients exist than units travel."""
+    """However large the bucket, the full gradients at a time are limited to the units in flight."""
     block = sum(p.numel() for p in tiny_llama().model.layers[0].parameters())
     for most in pool.run(most_in_flight, 2):
         assert block < most <= (UNITS_IN_FLIGHT + 1) * (block + 9 * ALIGN)

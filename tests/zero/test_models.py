@@ -1,4 +1,4 @@
-"""Modules used twice, frozen and unused parameters, empty slices, no_sync: the same numbers as one process."""
+"""Modules used twice, frozen and unused parameters, empty slices, no_sync: results match one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(
     spare_steps: tuple[int, ...],
     no_sync: bool,
 ) -> Any:
-    """Losses and final weights of a Stack under the engine."""
+    """Return the losses and final weights of a Stack with the engine."""
     engine = engine_of(stack(**options), stage, accumulation, ctx.world)
     losses = []
     for step in range(STEPS):
@@ -104,7 +104,7 @@ CASES = {
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (4, 2), (4, 3)])
 @pytest.mark.parametrize("case", CASES)
 def test_like_one_process(pool: WorkerPool, case: str, world: int, stage: int) -> None:
-    """An unused parameter is not decayed, as in plain PyTorch. With 4 ranks some slices are empty."""
+    """An unused parameter does not decay, as in plain PyTorch. With 4 ranks some slices are empty."""
     options, spare_steps = CASES[case]
     assert_like(
         pool.run(run, world, stage, 1, options, spare_steps, False)[0], truth(world, options, spare_steps)
@@ -151,7 +151,7 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
 
 
 def one_rank_goes_another_way(ctx: RankContext, stage: int, depth: int, way: dict[str, Any]) -> Any:
-    """All ranks must launch the same collectives, and none may wait for what another launches later."""
+    """All ranks must launch the same collectives, and none may wait for one that another launches later."""
     engine = engine_of(stack(spare=True, depth=depth), stage, 1, ctx.world)
     for step in range(3):
         ((x, y),) = shares(ctx, step)

@@ -1,4 +1,4 @@
-"""`model.apply(fn)` at stage 3: fn sees whole parameters, and what rank 0 changes is kept."""
+"""`model.apply(fn)` at stage 3: fn gets full parameters, and rank 0's changes are kept."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def apply_and_train(ctx: RankContext, threshold: int) -> tuple[dict[str, torch.T
 @pytest.mark.key("zero_optimization.override_module_apply")
 @pytest.mark.parametrize("threshold", [0, 20])
 def test_apply_gathers_and_keeps_rank_0s_changes(pool: WorkerPool, threshold: int) -> None:
-    """The same modules in the same order as torch, the same values as one process with rank 0's seed."""
+    """The same modules in torch's order, and the values of one process with rank 0's seed."""
     plain = stack()
     order: list[str] = []
     plain.apply(lambda module: order.append(type(module).__name__))

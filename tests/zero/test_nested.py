@@ -1,4 +1,4 @@
-"""Blocks that are containers, and blocks that are frozen in part, at stage 3."""
+"""Container blocks, and partially frozen blocks, at stage 3."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, LR = 4, 0.1
 
 
 class Contained(nn.Module):
-    """Layers that are lists or dicts, which nobody calls."""
+    """Layers that are lists or dicts, which are never called."""
 
     def __init__(self, dicts: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Adapted(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Blocks in the hands of torch.utils.checkpoint."""
+    """Blocks wrapped in torch.utils.checkpoint."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules that are called by themselves at stage 3: their parameters are there, gradients are those of one process."""
+"""Modules called outside of the model's forward at stage 3: parameters are gathered, gradients match one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def embedded(model: nn.Module) -> Tensor:
 
 
 def part_by_part(model: nn.Module) -> Tensor:
-    """A norm, an embedding, a linear layer deep inside, and a head."""
+    """Call a norm, an embedding, an inner linear layer, and a head."""
     inner = model.model
     hidden = inner.norm(inner.embed_tokens(IDS))
     hidden = hidden + inner.layers[1].mlp(hidden)
@@ -79,7 +79,7 @@ CALLS: dict[str, tuple[str, Callable[[nn.Module], Tensor]]] = {
 
 
 def weights_after(ctx: RankContext, call: str, stage: int) -> tuple[dict[str, Tensor], int]:
-    """Two steps on losses of parts of the model; then the elements that are still gathered."""
+    """Take two steps on losses of parts of the model; return the weights, and the elements that are still gathered."""
     kind, loss_of = CALLS[call]
     engine = engine_of(config_of(stage, optimizer=SGD), MODELS[kind]())
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_generate_is_that_of_one_process(pool: WorkerPool, kind: str) -> None:
 
 
 def transformed(ctx: RankContext, stage: int) -> None:
-    """torch.func through the engine: gradients of inputs, and nothing of it in the step that follows."""
+    """Use torch.func with the engine: gradients of inputs, and no effect on the step that follows."""
     plain, engine = stack(), engine_of(config_of(stage, 2, optimizer=SGD))
     x, y = points(0, 4)
     for transform in (torch.func.grad, torch.func.jacrev):

@@ -1,4 +1,4 @@
-"""Truth is one process: every stage, degree, precision, tying, accumulation and checkpointing trains alike."""
+"""Every stage, degree, precision, tying, accumulation and checkpointing trains like one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MATRIX = [
 
 @cache
 def truth(kind: str, tied: bool, dtype: str, parts: int, clip: float = 0.0, steps: int = 10) -> PlainRun:
-    """The plain loop with the global batch in `parts` microbatches."""
+    """Run the plain loop with the global batch in `parts` microbatches."""
     model = tiny_llama(tied, LAYERS) if kind == "llama" else tiny_gpt2(tied, LAYERS)
     adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.01, fused=True)
     precision = torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -50,7 +50,7 @@ def truth(kind: str, tied: bool, dtype: str, parts: int, clip: float = 0.0, step
 
 
 def assert_same(got: Trained, want: PlainRun, dtype: str = "fp32") -> None:
-    """Losses, gradient norms and final weights within the tolerance."""
+    """Assert that losses, gradient norms and final weights agree within the tolerance."""
     assert got.losses == pytest.approx(want.losses, rel=TOLERANCES[dtype])
     assert got.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCES[dtype])
     assert got.weights.keys() == want.weights.keys()
@@ -69,7 +69,7 @@ def test_matrix(pool: WorkerPool, world: int, case: Case) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_three_ranks(pool: WorkerPool, stage: int) -> None:
-    """Padding that is no power of two. A third is rounded, and AdamW makes that larger."""
+    """Padding that is not a power of two. Division by three rounds, and AdamW amplifies that."""
     want = truth("llama", False, "fp32", 3)
     for got in pool.run(train, 3, Case(stage)):
         assert got.losses == pytest.approx(want.losses, rel=TOLERANCE)
@@ -106,7 +106,7 @@ def test_clipping(pool: WorkerPool, stage: int) -> None:
 @pytest.mark.parametrize("checkpointing", ["", "hf", "hf-reentrant", "json"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gpt2(pool: WorkerPool, stage: int, checkpointing: str, tied: bool) -> None:
-    """Biases, LayerNorms, Conv1D; torch's and Hugging Face's ways to checkpoint."""
+    """Biases, LayerNorms, Conv1D; activation checkpointing of torch and of Hugging Face."""
     case = Case(
         stage,
         tied=tied,
@@ -161,7 +161,7 @@ def test_fp16_with_a_dynamic_scale(pool: WorkerPool) -> None:
 
 
 def train_by_memory(ctx: RankContext, case: Case) -> Trained:
-    """However small a tensor is, it is read where it lies in its rank's memory, where that is possible."""
+    """Tensors of any size are read directly from another rank's memory, if possible."""
     slot, arena.SLOT = arena.SLOT, 0
     try:
         return train(ctx, case)

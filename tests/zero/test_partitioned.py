@@ -1,4 +1,4 @@
-"""Parameters that are partitioned before there is an engine, and models that get another engine."""
+"""Parameters that are partitioned before the engine exists, and models that get a second engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.zero.models import points, stack
 
 
 def partitioned_stack(ctx: RankContext) -> nn.Module:
-    """Ranks build other values; those of rank 0 count."""
+    """Ranks build different values; rank 0's are used."""
     with PartitionedInit():
         model = stack(5 + ctx.rank)
     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
@@ -42,7 +42,7 @@ def test_a_dealt_model_trains_as_one_that_was_whole(pool: WorkerPool, stage: int
 
 
 def in_sixteen_bits(ctx: RankContext) -> tuple[set[torch.dtype], Tensor, Tensor]:
-    """Dtypes of the parameters, and a weight with what it is rounded from; integers stay as they are."""
+    """Return the dtypes of the parameters, and a weight with its unrounded value; integers keep their dtype."""
     with PartitionedInit(dtype=torch.bfloat16):
         model = nn.Sequential(stack(5), nn.Linear(2, 2))
         model[1].steps = nn.Parameter(torch.zeros(1, dtype=torch.long), requires_grad=False)
@@ -60,7 +60,7 @@ def test_parameters_are_dealt_out_in_the_dtype_of_training(pool: WorkerPool, wor
 
 
 def changed(ctx: RankContext) -> dict[str, Tensor]:
-    """Edits of a partitioned parameter, a frozen one, a tied one, a new one; then an engine."""
+    """Edit a partitioned parameter, a frozen one, a tied one, a new one; then create an engine."""
     with PartitionedInit():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     first, second, third = model
@@ -91,7 +91,7 @@ def test_what_is_done_to_a_dealt_model_reaches_the_engine(pool: WorkerPool, rank
 
 
 def again(ctx: RankContext, first: int, second: int, destroy: bool) -> tuple[list[float], list[float]]:
-    """Two engines of one model, one after the other; and two steps of each."""
+    """Create two engines for one model, one after the other, with two steps each."""
     model = plain_stack()
     engine = engine_of(config_of(first), model)
     losses = advance(engine, ctx, range(2))
@@ -105,7 +105,7 @@ def again(ctx: RankContext, first: int, second: int, destroy: bool) -> tuple[lis
 @pytest.mark.parametrize(("first", "second"), [(3, 3), (3, 1), (0, 3)])
 @pytest.mark.parametrize("destroy", [True, False])
 def test_a_model_gets_another_engine(pool: WorkerPool, first: int, second: int, destroy: bool) -> None:
-    """It goes on from the weights that the first one has trained."""
+    """It continues from the weights that the first one has trained."""
     told = pool.run(again, 2, first, second, destroy)
     losses, fresh = told[0]
     assert losses[:2] == pytest.approx(fresh, rel=1e-6)  # the first engine's
@@ -113,7 +113,7 @@ def test_a_model_gets_another_engine(pool: WorkerPool, first: int, second: int, 
 
 
 class ByHand(nn.Module):
-    """Its head is not called: the weight is used as it is, and gathered for that."""
+    """Its head is not called: the weight is used directly, and gathered for that."""
 
     def __init__(self, by_hand: bool) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_a_parameter_that_is_used_through_its_handle_is_trained(pool: WorkerPool
 
 
 def kept(ctx: RankContext) -> int:
-    """Collectives of forwards inside GatheredParameters of everything, and after it."""
+    """Return the collectives of forwards inside GatheredParameters of everything, and after it."""
     engine = engine_of(config_of(3), plain_stack())
     advance(engine, ctx, range(2))
     x, y = points(0)
@@ -170,7 +170,7 @@ def test_forwards_inside_gathered_parameters_send_nothing(pool: WorkerPool) -> N
 
 
 class Nano(nn.Module):
-    """Fills its parameters in as nanoGPT does: by `apply`, and one by one by name."""
+    """Initializes its parameters like nanoGPT: by `apply`, and one by one by name."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""ZeRO++'s quantised gathers and reductions: the bytes that are saved, and what that costs in the losses."""
+"""ZeRO++'s quantized gathers and reductions: the saved bytes, and the effect on losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(pool: WorkerPool, world: int, stage: int, **zero: Any) -> Trained:
 
 
 def packed(records: list[CollectiveRecord], bits: int, world: int) -> int:
-    """What these collectives of fp32 send when their slices are packed."""
+    """Return what these fp32 collectives send when their slices are quantized."""
     return sum(packed_bytes(r.numel // world, bits) * (world - 1) for r in records)
 
 
@@ -64,7 +64,10 @@ FROZEN = stack_config(3, zero_optimization={"stage": 3, "zero_quantized_nontrain
 
 
 def frozen(ctx: RankContext, directory: Path) -> tuple[list[float], list[float], list[int], list[int]]:
-    """(losses of plain, losses of packed, bytes held by plain, by packed); checkpoints keep the packed values."""
+    """Return (losses without, losses with quantization, bytes held without, with).
+
+    Checkpoints keep the quantized values.
+    """
     runs = []
     for config in (stack_config(3, zero_optimization={"stage": 3, **ZERO}), FROZEN):
         engine = engine_of(config, stack(width=32, frozen=(0, 1)))
@@ -87,7 +90,7 @@ def frozen(ctx: RankContext, directory: Path) -> tuple[list[float], list[float],
 
 @pytest.mark.key("zero_optimization.zero_quantized_nontrainable_weights")
 def test_frozen_parameters_rest_quantised(pool: WorkerPool, tmp_path: Path) -> None:
-    """A quarter of the bytes, at rest too; checkpoints and edits go through it."""
+    """A quarter of the bytes, also between steps; checkpoints and edits support it."""
     model = stack(width=32, frozen=(0, 1))
     still = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     for plain, short, (held,), (packed_held,) in pool.run(frozen, 2, tmp_path):

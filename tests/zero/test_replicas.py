@@ -1,4 +1,4 @@
-"""Values that ranks hold alike, and that differ: found, and named."""
+"""Replicated values that differ between ranks are detected and reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def checked(stage: int, **section: Any) -> Any:
 
 
 def held_alike(engine: Any, stage: int) -> list[tuple[str, Tensor]]:
-    """Every tensor that the other ranks hold, too, by what it is called."""
+    """Return every replicated tensor by its name."""
     found = []
     for flat in engine.zero.flats:
         found += [(slot.name, flat.full[slot.span]) for slot in flat.slots] if not flat.sharded else []
@@ -35,7 +35,7 @@ def held_alike(engine: Any, stage: int) -> list[tuple[str, Tensor]]:
 
 
 def flip(ctx: RankContext, stage: int, flips: int) -> list[tuple[str, int, str]]:
-    """Flip one bit at a time on one rank, as a fault would: (what, on which rank, what is said of it)."""
+    """Flip one bit at a time on one rank, like a fault; return (tensor, rank, message)."""
     engine, dice, said = checked(stage), random.Random(stage), []
     advance(engine, ctx, range(1))
     for _ in range(flips):
@@ -64,7 +64,7 @@ def test_one_flipped_bit_is_found_and_named(pool: WorkerPool, stage: int, flips:
 
 
 def part(ctx: RankContext, action: str) -> str:
-    """A script that changes weights on one rank."""
+    """Run a script that changes weights on one rank."""
     engine = checked(1, action=action)
     advance(engine, ctx, range(1))
     if ctx.rank == 0:

@@ -1,4 +1,4 @@
-"""Gradients that were computed before reach parameters that are sharded: nothing is gathered, unless somebody looks."""
+"""Deferred gradients reach sharded parameters without gathering them, unless a hook reads the weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.zero.models import Stack
 
 
 def give_gradients(ctx: RankContext, watches: bool) -> tuple[int, list[float], list[bool]]:
-    """How many units were gathered; the values of all gradients; whether a hook of the script saw the weight."""
+    """Return the number of gathered units, all gradients, and whether a hook of the script saw the weight."""
     zero = engine_of(config_of(3), Stack()).zero
     slots = [slot for slot in zero.trainable_slots if slot.flat.sharded]
     leaves, seen = [slot.leaf for slot in slots], list[bool]()

@@ -1,4 +1,4 @@
-"""A sharded parameter tells its shape and dtype; touching its data is an error that names it."""
+"""A sharded parameter has its shape and dtype; accessing its data is an error that names it."""
 
 from __future__ import annotations
 
@@ -106,5 +106,5 @@ def state_dicts(ctx: RankContext) -> None:
 
 
 def test_state_dict_of_a_sharded_module(pool: WorkerPool) -> None:
-    """Names and shapes at any time; values, and loading, inside GatheredParameters."""
+    """Names and shapes work at any time; values, and loading, inside GatheredParameters."""
     pool.run(state_dicts, 2)

@@ -1,4 +1,4 @@
-"""The order of use: recorded once, followed with prefetch, recorded again when a step departs from it."""
+"""The order of use is recorded once, followed with prefetch, and recorded again when a step departs from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.zero.unshard import Unsharder
 
 @dataclass(eq=False)
 class FakeUnit:
-    """What the unsharder asks of a unit."""
+    """The interface of a unit that the unsharder uses."""
 
     name: str
     numel: int = 100
@@ -30,7 +30,7 @@ class FakeUnit:
         self.fetches += 1
 
     def rest(self) -> None:
-        """Nobody needed it."""
+        """Do nothing: offload is not part of these tests."""
 
     def unshard(self, phase: str) -> None:
         self.starts += 1
@@ -48,7 +48,7 @@ def unsharder(**sizes: int) -> Unsharder:
 
 
 def iterate(fetch: Unsharder, units: list[FakeUnit]) -> list[list[str]]:
-    """One forward and backward; what was gathered or on its way at each use."""
+    """Run one forward and backward; return what was gathered or in flight at each use."""
     seen = []
     fetch.begin(with_grad=True)
     for unit in units:
@@ -92,7 +92,7 @@ def test_max_live_parameters_stops_prefetch_but_never_the_unit_in_use() -> None:
 
 @pytest.mark.parametrize(("distance", "gathers"), [(0, 7), (200, 6), (400, 5), (10**9, 4)])
 def test_max_reuse_distance(distance: int, gathers: int) -> None:
-    """d is used again at once, c after d (100 elements twice: kept copy and backward), b after 4 units, ..."""
+    """d is reused at once, c after d (100 elements twice: kept copy and backward), b after 4 units, ..."""
     units = [FakeUnit(c) for c in "abcd"]
     fetch = unsharder(max_reuse_distance=distance)
     iterate(fetch, units)
@@ -152,7 +152,7 @@ def test_what_rests_elsewhere_is_read_ahead_and_gathered_one_use_later(
 
 
 def test_what_rests_elsewhere_is_kept_no_longer_than_it_would_be_read_ahead() -> None:
-    """Memory must not grow with the model: without a limit all units are there at the end of the forward."""
+    """Memory must not grow with the model: without a limit, all units would be in memory at the end of the forward."""
 
     def most(*, saves_memory: bool) -> int:
         units = [FakeUnit(c, is_offloaded=True) for c in "abcdefghij"]

@@ -1,1 +1,1 @@
-"""DeepSpeed's own unit tests, from a checkout that the user names, on this engine and on DeepSpeed itself."""
+"""DeepSpeed's own unit tests, from a checkout given by the user, on this engine and on DeepSpeed."""

@@ -1,9 +1,9 @@
-"""DeepSpeed's own unit tests on this engine.
+"""Run DeepSpeed's own unit tests on this engine.
 
 python -m tests.parity_deepspeed.upstream --tests DIR/tests/unit [--with ours|theirs] [-k WORDS] [PATH ...]
 python -m tests.parity_deepspeed.upstream --report --results DIR
 
-Results are kept in DIR/ours.json and DIR/theirs.json, and a test that is in there is not run again without `--again`.
+Results are stored in DIR/ours.json and DIR/theirs.json. A test with a stored result is not run again without `--again`.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _environment(side: str, given: argparse.Namespace) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "UPSTREAM_SIDE": side,
         "OMP_NUM_THREADS": "1",
-        "LOCAL_SIZE": "16",  # or their CPU is one device for each socket, and tests of two ranks are skipped
-        "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # or every rank counts sockets
+        "LOCAL_SIZE": "16",  # otherwise each CPU socket is one device, and tests of two ranks are skipped
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # otherwise every rank counts sockets
         "HF_HUB_OFFLINE": "1",
         **operators.environment(),
     }

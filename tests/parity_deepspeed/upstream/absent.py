@@ -1,6 +1,6 @@
-"""Stand-ins for names that this engine refuses: a file that imports one is run, and the tests that use it fail.
+"""Stand-ins for names that this engine refuses. A file that imports one can run, and only the tests that use it fail.
 
-Else one import of an inside of DeepSpeed's would take all tests of its file along.
+Otherwise a single import of a DeepSpeed internal would fail all tests of its file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class _Absent(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Comes before all others, and answers for DeepSpeed's modules that they refuse.
+    """Precedes all other finders, and serves DeepSpeed modules that they do not find.
 
-    `from deepspeed.a import Name` asks for a module deepspeed.a.Name where deepspeed.a has no such name.
+    `from deepspeed.a import Name` looks for a module deepspeed.a.Name if deepspeed.a has no such name.
     """
 
     def find_spec(
@@ -46,5 +46,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def serve() -> None:
-    """From now on every name below `deepspeed` can be imported."""
+    """Make every name below `deepspeed` importable."""
     sys.meta_path.insert(0, _Finder())

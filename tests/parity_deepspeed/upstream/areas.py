@@ -1,4 +1,4 @@
-"""Which of their directories are run, and which of their tests are not asked of this engine, with the reason (data)."""
+"""Which of their directories are run, and which of their tests are excluded for this engine, with the reason (data)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AREAS = (
     "sequence_parallelism",
     "ulysses_alst",
 )
-"""Below tests/unit. Not: inference, hybrid engine, kernels (ops), compile, autotuning, compression, launchers."""
+"""Below tests/unit. Excluded: inference, hybrid engine, kernels (ops), compile, autotuning, compression, launchers."""
 
 _FORMAT = "reads or writes the files of DeepSpeed's own checkpoint format, universal ones included"
 _INSIDE = "calls or counts what belongs to the inside of DeepSpeed's engine"
@@ -135,7 +135,7 @@ LEFT_OUT: tuple[tuple[str, str], ...] = (
     ("unit/v1/accelerator/*", "DeepSpeed's own pinned memory, an operator in C++"),
     ("unit/utils/test_pin_memory_tracker.py*", "DeepSpeed's own pinned memory, an operator in C++"),
 )
-"""Pattern of test ids -> why this engine is not asked; the first that matches holds."""
+"""Pattern of test ids -> why they are excluded for this engine; the first match applies."""
 
 
 WORKS_HERE = (
@@ -151,21 +151,21 @@ WORKS_HERE = (
     "unit/v1/zero/test_zero_user_backward.py::*test_unmanaged_rejects_coalesce*",
     "unit/v1/zero/test_zero_user_backward.py::*test_unmanaged_rejects_overlap*",
 )
-"""Tests that are asked, and check that DeepSpeed refuses what works here: they fail."""
+"""Tests that are run and fail, because they check that DeepSpeed refuses something that works here."""
 
 
 def works_here(test: str) -> bool:
-    """Whether it checks a refusal of what this engine does."""
+    """Return whether a test checks that DeepSpeed refuses something that works here."""
     return any(fnmatchcase(test, pattern) for pattern in WORKS_HERE)
 
 
 def why_left_out(test: str) -> str | None:
-    """The reason, or None for a test that is asked."""
+    """Return the reason for excluding a test, or None if it is run."""
     return next((reason for pattern, reason in LEFT_OUT if fnmatchcase(test, pattern)), None)
 
 
 def area_of(test: str) -> str:
-    """The directory of a test id, as the table names it."""
+    """Return the directory of a test id, as in the table."""
     path = test.partition("::")[0].removeprefix("unit/")
     below, _, name = path.rpartition("/")
     if below == "runtime":

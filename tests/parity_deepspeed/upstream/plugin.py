@@ -1,4 +1,4 @@
-"""A pytest plugin in the place of their conftest.py: how ranks are started, which tests are run, what came out."""
+"""A pytest plugin that replaces their conftest.py: it starts ranks, selects tests and records results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.parity_deepspeed.upstream.ranks import run_on_ranks
 
 
 class Results:
-    """Test id -> what came of it, written to a file as the run goes on."""
+    """Test id -> its result, written to a file during the run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,7 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """A distributed test is called as a whole: it starts its ranks, and they run the method."""
+    """Call a distributed test as a whole: it starts its ranks, and they run the method."""
     cls = getattr(item, "cls", None)
     if getattr(cls, "is_dist_test", False):
         assert cls is not None
@@ -118,7 +118,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 
 class _Module(pytest.Module):
-    """A file of theirs, whose distributed fixtures are fixtures for pytest of today."""
+    """One of their test files, with its distributed fixtures adapted to current pytest."""
 
     def _getobj(self) -> ModuleType:
         module = super()._getobj()
@@ -146,7 +146,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tests without ranks run here, and change directory and environment as they like."""
+    """Restore directory and environment after tests without ranks, which run in this process."""
     directory, environment = Path.cwd(), dict(os.environ)
     try:
         return (yield)

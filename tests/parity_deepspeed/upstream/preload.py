@@ -1,4 +1,4 @@
-"""What every rank needs, imported once: ranks are forked from the process that has it."""
+"""Imports that every rank needs, made once in the process that ranks are forked from."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from tests.parity_deepspeed.upstream import absent
 if os.environ["UPSTREAM_SIDE"] == "ours":
     absent.serve()
 util: Any = importlib.import_module("unit.util")
-util.bf16_required_version_check = lambda accelerator_check=True: True  # it looks for CUDA; CPUs know bf16
+util.bf16_required_version_check = lambda accelerator_check=True: (
+    True
+)  # it checks for CUDA; CPUs support bf16
 torch.set_num_threads(1)
 
-# most of these are imported when an engine is made or first used, which takes seconds
+# most of these are imported when an engine is created or first used, which takes seconds
 for name in (
     "torch._dynamo",
     "torch._functorch.partitioners",
@@ -32,7 +34,7 @@ for name in (
 THEIRS = ("deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "unit.simple_model")
 OURS = ("launcher.engine.assemble", "launcher.integrations.stand_ins", "unit.simple_model")
 for name in THEIRS if os.environ["UPSTREAM_SIDE"] == "theirs" else OURS:
-    with suppress(ImportError):  # the tests will tell what is missing
+    with suppress(ImportError):  # the tests will report what is missing
         importlib.import_module(name)
 if os.environ["UPSTREAM_SIDE"] == "theirs":
     from deepspeed.ops.op_builder import cpu

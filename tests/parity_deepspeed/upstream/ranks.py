@@ -1,4 +1,4 @@
-"""One of their distributed tests on ranks of its own, forked from a process that has imported everything already."""
+"""Run one of their distributed tests on its own ranks, forked from a process with all imports done."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 
 PRELOADED = ["tests.parity_deepspeed.upstream.preload"]
 GRACE_S = 3.0
-"""How long the others may go on when a rank has failed: mostly they wait for it in a collective."""
+"""How long the other ranks may run after a rank has failed; usually they wait for it in a collective."""
 
 Outcome = tuple[str, str]
-"""`passed`, `failed` or `skipped`, and what was said."""
+"""`passed`, `failed` or `skipped`, and the message."""
 
 
 def run_on_ranks(test: Any, world: int, init_method: str, limit_s: float) -> Outcome:
-    """Runs `test._dist_run`, the body of one of their tests between its own set-up, on `world` ranks.
+    """Run `test._dist_run`, the body of one of their tests with its setup, on `world` ranks.
 
     Returns:
         The worst outcome of any rank: that of the first rank to fail.
@@ -48,7 +48,7 @@ def run_on_ranks(test: Any, world: int, init_method: str, limit_s: float) -> Out
             _end(process)
         for buffer in Path("/dev/shm").glob(
             f"deepspeed_*_{port}_*"
-        ):  # 66 MiB each; who is killed leaves them
+        ):  # 66 MiB each; killed processes leave them
             buffer.unlink(missing_ok=True)
 
 
@@ -82,7 +82,7 @@ def _rank(end: Connection, body: Callable[..., Any], given: tuple[Any, ...]) -> 
     os.setpgrp()
     end.send(_outcome(body, given))
     sys.stdout.flush()
-    # whatever the test has left behind is of no interest, and the others need nothing of this rank any more
+    # leftovers of the test do not matter, and the other ranks no longer need this one
     signal.pause()
 
 

@@ -1,4 +1,4 @@
-"""The table of what DeepSpeed passes, what is not asked of this engine, and what it passes of the rest."""
+"""The table of tests that pass with DeepSpeed, that are excluded here, and how many of the rest pass here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Outcomes = dict[str, dict[str, str]]
 
 
 def show(results: Path, reference: Path) -> int:
-    """Prints it; returns how many tests fail here that pass with DeepSpeed and are not left out."""
+    """Print the table; return how many tests pass with DeepSpeed, are not excluded, and fail here."""
     theirs, ours = _read(reference), _read(results / "ours.json")
     passed = {test for test, found in theirs.items() if found["outcome"] == "passed"}
     left_out = {test for test in passed if why_left_out(test)}
