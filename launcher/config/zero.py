@@ -150,7 +150,8 @@ class ZeroConfig(Section):
     """Maximum number of elements in one all-gather of updated parameters."""
 
     overlap_comm: Annotated[bool, BeforeValidator(null_is_true)] = True
-    """Overlap communication with the backward. Not set or null: true at every stage."""
+    """Overlap communication with forward and backward; false also disables prefetching. Not set or null: true at
+    every stage."""
 
     load_from_fp32_weights: bool = True
     """DeepSpeed can start master weights from 16-bit values; here a checkpoint's float32 values are always used."""
@@ -165,7 +166,7 @@ class ZeroConfig(Section):
     """Maximum number of elements that the optimizer updates at a time; 0: one parameter at a time."""
 
     stage3_prefetch_bucket_size: WholeNumber = 50_000_000
-    """Maximum number of elements prefetched ahead of the running module; 0 disables prefetching."""
+    """Number of elements to prefetch ahead of the running module, rounded up to whole units; 0 disables prefetching."""
 
     stage3_param_persistence_threshold: WholeNumber = 100_000
     """Parameters with fewer elements stay gathered."""

@@ -32,7 +32,7 @@ class Clipping:
             LauncherError: ranks of one model replica (cp or tp) had different inputs.
             UnusedParametersError: `ignore_unused_parameters` is false.
         """
-        if self._norm is None or not engine.zero.reducer.measured:
+        if self._norm is None or not engine.zero.reducer.norm_computed:
             self._asked = math.inf
             compares = engine.inputs.active
             more = engine.inputs.share() if compares else None

@@ -183,11 +183,12 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         return loss if self.loss_scaler.scale == 1 else loss * self.loss_scaler.scale
 
     def _set_backward_plan(self) -> None:
-        """Set the reducer's plan for the next backward, already in forward: it may be `loss.backward()`."""
+        """Set the reducer's plan for the next backward; in forward, too, as scripts may call `loss.backward()`."""
         self.zero.reducer.plan = BackwardPlan(self._syncs, self.is_gradient_accumulation_boundary())
-        self._watch_for_the_last_overflow()
+        self._record_overflows_at_floor()
 
-    def _watch_for_the_last_overflow(self) -> None:
+    def _record_overflows_at_floor(self) -> None:
+        """At the minimum loss scale, record which gradients overflow, for the error message."""
         if self.loss_scaler.dynamic:
             watch_gradients(self.zero, self.loss_scaler.at_floor)
 
@@ -206,7 +207,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         return float(self.train_microbatches(batches, weights))
 
     def train_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor:
-        """Do `run_microbatches`, but return the loss as fp64 [] without synchronizing with the device."""
+        """Do `run_microbatches`, but return a 0-dim float64 tensor, without synchronizing with the device."""
         self._check_usable("engine.train_batch()")
         if not self._syncs:
             raise MisplacedCallError(
@@ -223,11 +224,11 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             )
         steps = self.global_steps
         cut = LazySequence(len(batches), lambda m: self.curriculum.cut(batches[m], steps))
-        self._watch_for_the_last_overflow()
+        self._record_overflows_at_floor()
         try:
             with self.zero.hooks.scaling():
                 losses, weights = self.bit_checks.microbatches(
-                    self, cut, lambda batches: executor.train(self, batches, weights)
+                    self, cut, lambda microbatches: executor.train(self, microbatches, weights)
                 )
         except StopIteration:  # the data ended within the step: discard its gradients
             self.abandon_step()

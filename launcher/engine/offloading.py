@@ -43,7 +43,7 @@ def open_placements(
     if params is not None:
         in_host = params.max_in_cpu * ITEM if params.host_budget is None else params.host_budget
         placements.parameters = _rooms(params, device, opened, in_host)
-        placements.ahead, placements.units_ahead = (
+        placements.max_loaded_numel, placements.max_loaded_units = (
             params.buffer_count * params.buffer_size,
             params.buffer_count,
         )

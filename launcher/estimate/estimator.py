@@ -84,7 +84,7 @@ class Estimator:
         world, rank = world // replicas, rank % (world // replicas)
         mesh, resolved, portion = self._laid_out(config, world, rank, sequence)
         states = self._states_of(resolved)
-        paper = SimulatedRank(portion, resolved, mesh, states)
+        paper = SimulatedRank(portion, resolved, mesh, states, on_host=self._on_host)
         script = StepScript(paper, portion, resolved, mesh, *self._traced(resolved, portion, sequence))
         step = _steady(script, paper)
         between = _held(paper, paper.pool.idle_bytes, 0)

@@ -136,6 +136,7 @@ class SimulatedRank:
         config: resolved configuration.
         mesh: this rank's mesh.
         states: bytes of optimizer states.
+        on_host: the run computes on a CPU, in the memory that offloaded tensors are loaded into.
 
     Attributes:
         versions: number of weight versions, all held at once.
@@ -143,7 +144,9 @@ class SimulatedRank:
         peak: peak bytes on the device since `restart`; at_peak: the bytes of `pool` and `live` at that peak.
     """
 
-    def __init__(self, portion: RankPart, config: Config, mesh: Mesh, states: StateBytes) -> None:
+    def __init__(
+        self, portion: RankPart, config: Config, mesh: Mesh, states: StateBytes, *, on_host: bool = False
+    ) -> None:
         model = portion.model
         mark_leaves(model, config)
         policy = replace(policy_of(config, model), compute_norm=False)  # there are no values
@@ -162,7 +165,12 @@ class SimulatedRank:
         for gradient in self.gradients:
             assert isinstance(gradient, SimulatedGradient)
             gradient.collected = self._taken_from_leaves
-        self.unsharder = Unsharder(policy, self.placements.ahead, self.placements.units_ahead)
+        self.unsharder = Unsharder(
+            policy,
+            self.placements.max_loaded_numel,
+            self.placements.max_loaded_units,
+            saves_memory=on_host and bool(self.placements.tiers),
+        )
         self.reducer = Reducer(order_of_reduction(self.units), policy)
         self.hooks = SimulatedHooks(self.units, self.unsharder, self.reducer)
         self.unit_of = {unit.name: unit for unit in self.units}

@@ -71,7 +71,8 @@ class Placements:
         parameters, optimizer: budgets for the shards of parameters, and for the optimizer's tensors: master
             weights, gradients and optimizer state. None: all stay on the device.
         buffers: memory for offloaded tensors.
-        ahead, units_ahead: maximum elements and units of parameters that are read before they are gathered.
+        max_loaded_numel, max_loaded_units: maximum elements and units of parameters that are read before they are
+            gathered.
         reads_ahead: read the next buffer while the optimizer steps the current one.
         states: number of fp32 optimizer states per element, estimated before they exist.
         cut: maximum elements of a flat buffer per rank; a buffer has at least one parameter.
@@ -81,8 +82,8 @@ class Placements:
     parameters: Sequence[TierBudget] = ()
     optimizer: Sequence[TierBudget] = ()
     buffers: HostBuffers = field(default_factory=HostBuffers)
-    ahead: int = 0
-    units_ahead: int = 0
+    max_loaded_numel: int = 0
+    max_loaded_units: int = 0
     reads_ahead: bool = True
     states: int = 2
     cut: int = 2**63

@@ -240,7 +240,7 @@ class Hooks:
         """Start a backward at its first sign; later calls do nothing."""
         if self.state is TrainingState.BACKWARD:
             return
-        if self.reducer.measured:
+        if self.reducer.norm_computed:
             raise LauncherError(
                 "backward was called after clip_grad_norm_() in the same step: its gradients would not "
                 "be part of the norm",
@@ -258,7 +258,7 @@ class Hooks:
 
     def enter_root(self) -> None:
         """Unshard the root unit, unless the backward passes through no unit."""
-        if self.reducer.plan.blocks != ():
+        if self.reducer.plan.unit_names != ():
             self.enter_backward(self.root)
 
     def _begin_unseen(self) -> None:
@@ -353,7 +353,7 @@ class Hooks:
     def end_backward(self) -> None:
         """Launch the remaining reductions in order and wait for all of them, at the end of the backward."""
         with record_function("root/finish_backward"):
-            for unit in self.reducer.left:
+            for unit in self.reducer.remaining_units:
                 self._take_part(unit)
             self.reducer.finish()
         self._forget_backward()

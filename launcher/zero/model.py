@@ -84,8 +84,8 @@ class ZeroModel:
         self._gradient_of = {gradient.flat: gradient for gradient in self.gradients}
         self.unsharder = Unsharder(
             self.policy,
-            self.placements.ahead,
-            self.placements.units_ahead,
+            self.placements.max_loaded_numel,
+            self.placements.max_loaded_units,
             saves_memory=self.placements.one_memory,
         )
         self.reducer = Reducer(order_of_reduction(units), self.policy)
@@ -177,7 +177,7 @@ class ZeroModel:
         """Clear the gradients after a step that is complete on every rank."""
         self.hooks.abandon()
         self.hooks.losses_were_scaled.clear()
-        self.reducer.measured = False
+        self.reducer.norm_computed = False
         for gradient in self.gradients:
             gradient.zero()
 
@@ -203,7 +203,7 @@ class ZeroModel:
                 forget(gradient, of_buffer, reduced=not self.reducer.holds_local(gradient))
         if not any(gradient.kept for gradient in self.gradients):
             self.hooks.losses_were_scaled.clear()
-            self.reducer.measured = False
+            self.reducer.norm_computed = False
 
     # ---- unsharded parameters ---------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def norm_and_use(zero: ZeroModel, more: Tensor | None = None) -> tuple[Tensor, l
     discarded, ranks = int(report[1 + len(slots)]), zero.axis.degree * zero.tp.degree
     if 0 < discarded < ranks:
         raise _uneven_discard(discarded, ranks)
-    zero.reducer.measured = True
+    zero.reducer.norm_computed = True
     flags = [bool(count) for count in used.tolist()]
     for slot, flag in zip(slots, flags, strict=True):
         slot.used = flag

@@ -15,8 +15,8 @@ buffer is held. For sharded gradients the buffer comes from the pool. `FlatGradi
 wait for all its buckets, because the collectives may read it until then. Reductions overlap with the backward
 of the next unit and would pile up on a slow network. So when a unit becomes ready, reductions older than
 UNITS_IN_FLIGHT units are waited for. Before a bucket starts, earlier ones are waited for until all buckets in
-flight together have at most `reduce_bucket_size` elements. The second hop of a gradient, and the listener's
-step, start once the sum is complete: in the wait for its last bucket.
+flight together have at most `reduce_bucket_size` elements. The second hop of a gradient, and an optimizer step
+during backward, start once the sum is complete: in the wait for its last bucket.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class ReduceListener(Protocol):
         """Called when the reduction of `gradient` starts."""
 
     def on_reduced(self, gradient: FlatGradient) -> bool:
-        """Called when `gradient` is reduced; return True if it is not needed any more."""
+        """Called when `gradient` is reduced; return True if it is not needed any more.
+
+        Not called for a gradient with a second hop: the optimizer steps it in `step()`.
+        """
 
 
 @dataclass(frozen=True)
@@ -60,20 +63,20 @@ class BackwardPlan:
 
     Args:
         reduces: False leaves the gradients on the leaves, as inside `no_sync`.
-        last: This is the last microbatch of a step.
-        listener: Consumes gradients as soon as they are reduced, only in the last microbatch.
-        blocks: Names of the units that the backward passes through, without the root unit; None: possibly
-            all. An empty collection means that only weight gradients are computed, which needs no parameters.
+        last: this is the last microbatch of a step.
+        listener: consumes gradients as soon as they are reduced, only in the last microbatch.
+        unit_names: the units that the backward passes through, without the root unit; None: possibly all.
+            Empty: a deferred pass of weight gradients, which unshards nothing.
     """
 
     reduces: bool = True
     last: bool = True
     listener: ReduceListener | None = None
-    blocks: Collection[str] | None = None
+    unit_names: Collection[str] | None = None
 
-    def enters(self, unit: str) -> bool:
+    def enters(self, unit_name: str) -> bool:
         """Return whether the backward passes through the unit of that name."""
-        return self.blocks is None or unit in self.blocks
+        return self.unit_names is None or unit_name in self.unit_names
 
 
 class ReduceInFlight(NamedTuple):
@@ -83,7 +86,9 @@ class ReduceInFlight(NamedTuple):
     Args:
         turn: the position of its unit in the reduction order.
         elements: the number of elements in the bucket.
-        full: the buffer, if this is its last bucket; None: more buckets follow.
+        gradient: the gradient that the bucket belongs to.
+        pending: the reduction.
+        full_if_last: the buffer of all buckets, if this is its last one; None: more buckets follow.
         last: the reduction was started in the last microbatch of a step.
     """
 
@@ -91,7 +96,7 @@ class ReduceInFlight(NamedTuple):
     elements: int
     gradient: FlatGradient
     pending: Pending
-    full: Tensor | None
+    full_if_last: Tensor | None
     last: bool
 
 
@@ -111,7 +116,7 @@ class Reducer:
         self.gradients = [gradient for unit in order for gradient in unit.gradients]
         self.plan = BackwardPlan()
         self.unsent = False  # the leaves hold gradients of a backward inside no_sync
-        self.measured = False  # the norm of this step is computed: no further gradients may arrive in it
+        self.norm_computed = False  # the norm of this step is computed: no further gradients may arrive in it
         self._turn = 0
         self._ready: set[Unit] = set()
         self.in_flight: deque[ReduceInFlight] = deque()
@@ -130,7 +135,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Launch the remaining reductions of the backward, in order, and wait for all of them."""
-        for unit in self.left:
+        for unit in self.remaining_units:
             self._launch(unit)
         self.drain()
         self.unsent = not self.plan.reduces
@@ -164,7 +169,7 @@ class Reducer:
         return self.order[self._turn] if self._turn < len(self.order) else None
 
     @property
-    def left(self) -> list[Unit]:
+    def remaining_units(self) -> list[Unit]:
         """Return the units whose reduction has not started in this backward, in order."""
         return self.order[self._turn :]
 
@@ -187,10 +192,10 @@ class Reducer:
             while self.in_flight and self._elements + elements > self.policy.reduce_bucket_size:
                 self._wait_oldest()
             pending = gradient.reduce(full, bucket)
-            whole = full if bucket is buckets[-1] else None
+            full_if_last = full if bucket is buckets[-1] else None
             self._elements += elements
             self.in_flight.append(
-                ReduceInFlight(self._turn, elements, gradient, pending, whole, self.plan.last)
+                ReduceInFlight(self._turn, elements, gradient, pending, full_if_last, self.plan.last)
             )
             if not self.policy.overlap_comm:
                 self._wait_oldest()
@@ -198,8 +203,8 @@ class Reducer:
     def _wait_oldest(self) -> None:
         oldest = self.in_flight.popleft()
         oldest.pending.wait()
-        if oldest.full is not None:
-            self._complete(oldest.gradient, oldest.full, oldest.last)
+        if oldest.full_if_last is not None:
+            self._complete(oldest.gradient, oldest.full_if_last, oldest.last)
         self._elements -= oldest.elements
 
     def _complete(self, gradient: FlatGradient, full: Tensor, last: bool) -> None:

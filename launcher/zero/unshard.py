@@ -36,11 +36,11 @@ from launcher.zero.unit import Unit
 logger = logging.getLogger(__name__)
 
 
-class Following(Enum):
+class OrderMode(Enum):
     """How the unsharder uses the order of use.
 
-    RECORDING: the order is recorded; nothing is unsharded ahead.
-    FOLLOWING: units are unsharded ahead in the recorded order.
+    RECORDING: the order is recorded; nothing is prefetched.
+    FOLLOWING: units are prefetched in the recorded order.
     """
 
     RECORDING = "recording"
@@ -48,34 +48,35 @@ class Following(Enum):
 
 
 class Unsharder:
-    """Gathers units before use and frees them afterwards.
+    """Unshards units before use and reshards them afterwards.
 
     Args:
         policy: prefetch size, limit of live parameters, reuse distance.
-        ahead, units_ahead: limits of the elements and units of offloaded parameters that may be in memory
-            ahead of use, as shards or gathered; at least one unit is.
-        saves_memory: gathered buffers use the same host memory that offload is meant to save: each is freed
-            at once, and only one unit is gathered ahead.
+        max_loaded_numel, max_loaded_units: limits of the offloaded parameters that may be in memory ahead of
+            use, as shards or unsharded; at least one unit is.
+        saves_memory: unsharded buffers use the same host memory that offload is meant to save. A unit stays
+            unsharded for reuse only within the limits above, and at most one offloaded unit is prefetched.
     """
 
     def __init__(
-        self, policy: ZeroPolicy, ahead: int = 0, units_ahead: int = 0, *, saves_memory: bool = False
+        self,
+        policy: ZeroPolicy,
+        max_loaded_numel: int = 0,
+        max_loaded_units: int = 0,
+        *,
+        saves_memory: bool = False,
     ) -> None:
-        self.policy, self.ahead, self.units_ahead, self.saves_memory = (
-            policy,
-            ahead,
-            units_ahead,
-            saves_memory,
-        )
-        self._fetched: set[Unit] = set()
+        self.policy, self.saves_memory = policy, saves_memory
+        self.max_loaded_numel, self.max_loaded_units = max_loaded_numel, max_loaded_units
+        self._loaded: set[Unit] = set()  # offloaded units whose shards are in memory, or on their way
         self._orders: dict[bool, list[Unit]] = {}  # with gradients / without
         self._order: list[Unit] = []
         self._next = 0
-        self._mode = Following.RECORDING
+        self._order_mode = OrderMode.RECORDING
         self._with_grad = False
         self._active = False
-        self.unsharded: dict[Unit, None] = {}  # in order of gathering
-        self.keeps = False  # gather once and free nothing: many forwards and backwards follow
+        self.unsharded: dict[Unit, None] = {}  # in the order of unsharding
+        self.keeps = False  # unshard once and reshard nothing: many forwards and backwards follow
 
     # ---- one iteration ----------------------------------------------------------------------
 
@@ -83,22 +84,26 @@ class Unsharder:
         """Start an iteration with a forward of the whole model."""
         self._with_grad, self._active, self._next = with_grad, True, 0
         known = self._orders.get(with_grad)
-        self._mode = Following.FOLLOWING if known else Following.RECORDING
+        self._order_mode = OrderMode.FOLLOWING if known else OrderMode.RECORDING
         self._order = known or []
 
     def end(self) -> None:
-        """End the iteration: store a recorded order and free all gathered units."""
-        if self._active and self._mode is Following.RECORDING:
+        """End the iteration: store a recorded order and reshard all units."""
+        if self._active and self._order_mode is OrderMode.RECORDING:
             self._orders[self._with_grad] = self._order
         self._active = False
         for unit in list(self.unsharded):
             self.reshard(unit)
-        for unit in self._fetched:
+        for unit in self._loaded:
             unit.rest()
-        self._fetched.clear()
+        self._loaded.clear()
 
     def use(self, unit: Unit, phase: str) -> None:
-        """Unshard `unit` before this returns, and start the gathers of the next units."""
+        """Unshard `unit`, and prefetch the next units while waiting for it.
+
+        Args:
+            phase: "forward" or "backward", for the names of collectives.
+        """
         if not unit.sharded:
             return
         self._advance(unit)
@@ -107,12 +112,12 @@ class Unsharder:
         unit.wait_for_unshard()
 
     def leave(self, unit: Unit) -> None:
-        """Free `unit` after its forward, unless it is used again soon in the recorded order."""
+        """Reshard `unit` after its forward, unless it is used again soon in the recorded order."""
         if unit.sharded and not self._reused_soon(unit):
             self.reshard(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Free a unit, unless something holds it: see [Note: who reshards a unit when]."""
+        """Reshard a unit, unless something holds it: see [Note: who reshards a unit when]."""
         if self.keeps or unit.held:
             return
         unit.reshard()
@@ -122,7 +127,7 @@ class Unsharder:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep gathered units until the end of the `with`."""
+        """Keep units unsharded until the end of the `with`."""
         self.keeps = True
         try:
             yield
@@ -137,23 +142,23 @@ class Unsharder:
 
     def _start(self, unit: Unit, phase: str) -> None:
         if unit not in self.unsharded:
-            self._fetched.discard(unit)
+            self._loaded.discard(unit)
             self.unsharded[unit] = None
             unit.unshard(phase)
 
     def _advance(self, unit: Unit) -> None:
         if not self._active:
             return
-        if self._mode is Following.FOLLOWING:
+        if self._order_mode is OrderMode.FOLLOWING:
             if self._next < len(self._order) and self._order[self._next] is unit:
                 self._next += 1
                 return
             if self.policy.warn_of_order:
-                self._say_departure(unit)
-            self._mode, self._order = Following.RECORDING, self._order[: self._next]
+                self._warn_order_changed(unit)
+            self._order_mode, self._order = OrderMode.RECORDING, self._order[: self._next]
         self._order.append(unit)
 
-    def _say_departure(self, unit: Unit) -> None:
+    def _warn_order_changed(self, unit: Unit) -> None:
         expected = self._order[self._next].name if self._next < len(self._order) else "the end"
         logger.warning(
             "the module order changed: unit %s was used where %s was used before, at position %d of "
@@ -165,25 +170,25 @@ class Unsharder:
         )
 
     def _prefetch(self, phase: str) -> None:
-        if self._mode is not Following.FOLLOWING or not self._active or not self.policy.overlap_comm:
+        if self._order_mode is not OrderMode.FOLLOWING or not self._active or not self.policy.overlap_comm:
             return
-        ahead = 0
+        prefetched = 0
         for unit in self._order[self._next :]:
-            if ahead >= self.policy.prefetch_bucket_size or (
-                ahead and self.saves_memory and unit.is_offloaded
+            if prefetched >= self.policy.prefetch_bucket_size or (
+                prefetched and self.saves_memory and unit.is_offloaded
             ):
                 break
-            ahead += unit.numel
+            prefetched += unit.numel
             if unit not in self.unsharded:  # see [Note: all ranks gather alike]
                 if self.live + unit.numel > self.policy.max_live_parameters:
                     break
-                if unit.is_offloaded and unit not in self._fetched:
+                if unit.is_offloaded and unit not in self._loaded:
                     break
                 self._start(unit, phase)
-        self._fetch()
+        self._load_ahead()
 
-    def _fetch(self) -> None:
-        """Start loading the shards of later units. All ranks load the same ones, so they gather the same."""
+    def _load_ahead(self) -> None:
+        """Start loading the shards of later units: the same on every rank, so that their all-gathers match."""
         near: set[Unit] = set()
         for unit in self._order[self._next :]:
             if not unit.is_offloaded or unit in near:
@@ -191,16 +196,18 @@ class Unsharder:
             if near and not self._fits(near, unit):
                 return
             near.add(unit)
-            if unit not in self.unsharded and unit not in self._fetched:
+            if unit not in self.unsharded and unit not in self._loaded:
                 unit.fetch()
-                self._fetched.add(unit)
+                self._loaded.add(unit)
 
     def _fits(self, near: set[Unit], unit: Unit) -> bool:
         """Return whether a unit may be in memory in addition to the units in `near`."""
-        return len(near) < self.units_ahead and sum(one.numel for one in near) + unit.numel <= self.ahead
+        return len(near) < self.max_loaded_units and (
+            sum(one.numel for one in near) + unit.numel <= self.max_loaded_numel
+        )
 
     def _reused_soon(self, unit: Unit) -> bool:
-        if self._mode is not Following.FOLLOWING or self.live > self.policy.max_live_parameters:
+        if self._order_mode is not OrderMode.FOLLOWING or self.live > self.policy.max_live_parameters:
             return False
         distance, near = 0, {unit}
         for later in self._order[self._next :]:

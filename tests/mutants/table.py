@@ -99,8 +99,8 @@ MUTANTS = {
     ),
     "prefetch-passes-over-the-next": Mutant(
         "zero/unshard.py",
-        "        ahead = 0\n        for unit in self._order[self._next :]:\n",
-        "        ahead = 0\n        for unit in self._order[self._next + 1 :]:\n",
+        "        prefetched = 0\n        for unit in self._order[self._next :]:\n",
+        "        prefetched = 0\n        for unit in self._order[self._next + 1 :]:\n",
         "the unit after the next one is gathered ahead, and the next one only when it is met",
         near="zero/test_unshard.py zero/test_keys.py",
     ),

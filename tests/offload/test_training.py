@@ -265,7 +265,7 @@ def placements(ctx: RankContext, config: dict[str, Any]) -> dict[str, list[str]]
         "parameters": [_words(flat.params_placement) for flat in engine.zero.flats if flat.sharded],
         "optimizer": [_words(gradient.flat.optim_placement) for gradient in engine.zero.gradients],
         "numel": [str(gradient.flat.numel) for gradient in engine.zero.gradients],
-        "ahead": [str(engine.zero.placements.ahead), str(engine.zero.placements.units_ahead)],
+        "ahead": [str(engine.zero.placements.max_loaded_numel), str(engine.zero.placements.max_loaded_units)],
         "buffers": [
             str(engine.zero.placements.buffers.leaving),
             str(engine.zero.placements.buffers.make.keywords["pin"]),

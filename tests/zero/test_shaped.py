@@ -21,7 +21,7 @@ def give_gradients(ctx: RankContext, watches: bool) -> tuple[int, list[float], l
         weight = leaves[0].detach().clone()
     if watches:
         leaves[0].register_hook(lambda gradient: seen.append(torch.equal(leaves[0].detach(), weight)))
-    zero.reducer.plan = BackwardPlan(blocks=())
+    zero.reducer.plan = BackwardPlan(unit_names=())
     with record_collectives() as records, zero.shaped(leaves):
         torch.autograd.backward(leaves, [torch.full(slot.shape, ctx.rank + 1.0) for slot in slots])
     assert all(leaf.numel() == 0 for leaf in leaves)

@@ -157,7 +157,7 @@ def test_what_rests_elsewhere_is_kept_no_longer_than_it_would_be_read_ahead() ->
     def most(*, saves_memory: bool) -> int:
         units = [FakeUnit(c, is_offloaded=True) for c in "abcdefghij"]
         policy = ZeroPolicy.of_stage(3, prefetch_bucket_size=10**9, max_reuse_distance=10**9)
-        fetch = Unsharder(policy, ahead=10**9, units_ahead=3, saves_memory=saves_memory)
+        fetch = Unsharder(policy, max_loaded_numel=10**9, max_loaded_units=3, saves_memory=saves_memory)
         iterate(fetch, units)
         return max(len(live) for live in iterate(fetch, units))
 

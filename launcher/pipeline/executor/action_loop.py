@@ -1,7 +1,7 @@
 """The loop over the actions of a rank in a step, shared by the engine and by the memory estimate.
 
-Each implements `StageActions`. Sharing the loop guarantees that they agree on the order of actions and on
-which backward is the last one.
+The engine and the estimate each implement `StageActions`. Sharing the loop guarantees that they agree on the
+order of actions and on which backward is the last one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from launcher.pipeline.schedules.actions import Action, ActionKind
 
 
 class StageActions(Protocol):
-    """Executes the actions of each kind; `last` marks the last backward of this rank in this step."""
+    """One method per kind of action. `last`: no later action of this rank computes weight gradients."""
 
     def around(self, action: Action) -> AbstractContextManager[None]:
         """Return the context manager in which an action of any kind runs."""
@@ -38,7 +38,7 @@ class StageActions(Protocol):
         """Wait for the tensors that the next action needs."""
 
     def send(self, action: Action) -> None:
-        """Start sending the results of the previous action."""
+        """Start sending the output or gradient that this stage computed for the microbatch."""
 
 
 def run_actions(actions: Sequence[Action], stages: StageActions) -> None:

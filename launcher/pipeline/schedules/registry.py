@@ -16,7 +16,7 @@ class ScheduleBuilder:
     """The builder of one schedule.
 
     Args:
-        make: (stages, microbatches, chunks) -> Schedule.
+        make: (stages, microbatches, chunks) -> PipelineSchedule.
         chunks: the fixed number of virtual stages per rank; None: the user chooses.
         drained: name of the schedule to use where no weights change, for evaluation and for the placement of
             stages; "": this schedule.
