@@ -146,7 +146,7 @@ def states(work: ModelWork, layout: Layout) -> float:
     Pipeline stages hold unsharded weights and gradients from the first microbatch to the last.
     """
     of_all = work.parameters, work.expert_parameters
-    of_trained = (work.adapters, 0) if work.adapters else of_all
+    of_trained = work.trained, work.trained_experts
     weights, gradients, moments = (
         parameters / layout.copies
         if layout.stage >= stage and (layout.pp == 1 or stage == 1)

@@ -155,12 +155,14 @@ def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro:
     """Return the seconds of ZeRO's collectives that do not overlap with computation."""
     if layout.copies == 1:
         return 0.0
-    gather, reduce = _collective(work, layout, device, per_node), _reduction(work, layout, device, per_node)
+    gather = reduce = _collective(work, layout, device, per_node, work.parameters, work.expert_parameters)
+    if work.adapters:
+        reduce = _collective(work, layout, device, per_node, work.trained, work.trained_experts)
     backward = micro.input + micro.weight
     number, ends = layout.accumulation, _unhidden(work)
     if layout.pp == 1 and layout.stage == 3:  # two gathers and one reduction per microbatch
-        hidden = max(0.0, gather - micro.forward) + max(0.0, gather + reduce - backward)
-        return number * hidden + (gather + reduce) * ends
+        exposed = max(0.0, gather - micro.forward) + max(0.0, gather + reduce - backward)
+        return number * exposed + (gather + reduce) * ends
     if layout.pp == 1 and layout.stage == 2:  # a reduction per microbatch, one gather per step
         return number * max(0.0, reduce - backward) + reduce * (1 + ends)
     left = max(reduce * ends, reduce - backward)
@@ -171,19 +173,16 @@ def _data(work: ModelWork, layout: Layout, device: Device, per_node: int, micro:
     return left + reduce
 
 
-def _reduction(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
-    """Return the seconds to reduce all gradients once, or to gather the trained parameters once."""
-    if not work.adapters:
-        return _collective(work, layout, device, per_node)
-    nbytes = work.itemsize * work.adapters
-    rate = bandwidth(device, layout.copies, layout.tp, per_node)
-    return ring(nbytes, layout.copies, rate) + work.layers * LATENCY * math.log2(layout.copies)
+def _collective(
+    work: ModelWork, layout: Layout, device: Device, per_node: int, parameters: int, experts: int
+) -> float:
+    """Return the seconds to gather a rank's part of `parameters` once, or to reduce as many gradients.
 
-
-def _collective(work: ModelWork, layout: Layout, device: Device, per_node: int) -> float:
-    """Return the seconds to gather all parameters of a rank's stages once, or to reduce as many gradients."""
-    experts = work.expert_parameters if layout.ep > 1 else 0  # replicated on fewer ranks
-    shard = work.itemsize * (work.parameters - experts) / (layout.tp * layout.pp)
+    Args:
+        experts: the part of `parameters` in experts, which fewer ranks replicate with expert parallelism.
+    """
+    experts = experts if layout.ep > 1 else 0
+    shard = work.itemsize * (parameters - experts) / (layout.tp * layout.pp)
     once = ring(shard, layout.copies, bandwidth(device, layout.copies, layout.tp, per_node))
     shard, alike = work.itemsize * experts / (layout.tp * layout.pp * layout.ep), layout.copies // layout.ep
     once += ring(shard, alike, bandwidth(device, alike, layout.tp * layout.ep, per_node))
@@ -197,7 +196,7 @@ def _unhidden(work: ModelWork) -> float:
 
 def _optimizer(work: ModelWork, layout: Layout, device: Device) -> float:
     over = layout.copies if layout.stage else 1
-    experts = 0 if work.adapters else work.expert_parameters
+    experts = work.trained_experts
     mine = (work.trained - experts) / over + experts / (over if layout.stage else layout.ep)
     mine /= layout.tp * layout.pp
     if layout.offload == "none":

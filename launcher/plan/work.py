@@ -80,6 +80,11 @@ class ModelWork:
         return self.adapters or self.parameters
 
     @property
+    def trained_experts(self) -> int:
+        """Return the trainable parameters in experts; adapters are on other layers."""
+        return 0 if self.adapters else self.expert_parameters
+
+    @property
     def weight_share(self) -> float:
         """Return the FLOPs of weight gradients and half of attention's backward, relative to the forward.
 
