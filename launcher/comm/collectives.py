@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -133,7 +134,17 @@ def all_to_all(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axi
 
 def profiled(axis: Axis, tag: str, op: str) -> AbstractContextManager[Any]:
     """Return the profiler range of a transfer along an axis; a null context if nothing is sent."""
-    return nullcontext() if axis.group is None else record_function(f"{tag}/{op}")
+    return nullcontext() if axis.group is None else profiler_range(tag, op)
+
+
+def profiler_range(*names: object) -> AbstractContextManager[Any]:
+    """Return a range `name/name` for traces of torch's profiler.
+
+    Without a profiler it is a null context: opening a range costs more than most kernels of a small model, and steps
+    have hundreds.
+    """
+    profiling: bool = torch.autograd._profiler_enabled()  # type: ignore[no-untyped-call]
+    return record_function("/".join(map(str, names))) if profiling else nullcontext()
 
 
 def _note(op: str, tag: str, axis: Axis, like: Tensor, numel: int, rounds: int = 1) -> None:

@@ -224,10 +224,9 @@ def _tiles(
     for item, first in items:
         names = rule.states(group)
         columns = [item.weights, item.grad, *(item.state[name] for name in names)]
-        params = (None,) * -(-item.weights.numel() // size) if item.param is None else item.param.split(size)
-        for (weights, grad, *states), param in zip(
-            zip(*(column.split(size) for column in columns), strict=True), params, strict=True
-        ):
+        cut = partial(_pieces, size)
+        params = (None,) * -(-item.weights.numel() // size) if item.param is None else cut(item.param)
+        for (weights, grad, *states), param in zip(zip(*map(cut, columns), strict=True), params, strict=True):
             if tile.numel and (tile.numel + weights.numel() > size or tile.first != first):
                 yield tile
                 tile = Tile(first)
@@ -242,6 +241,11 @@ def _tiles(
             tile.numel += weights.numel()
     if tile.numel:
         yield tile
+
+
+def _pieces(size: int, tensor: Tensor) -> Sequence[Tensor]:
+    """Split a tensor. One that fits is not split: for small models, the calls would cost more than their arithmetic."""
+    return tensor.split(size) if tensor.numel() > size else (tensor,)
 
 
 def _step_tile(

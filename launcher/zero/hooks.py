@@ -38,9 +38,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
+from launcher.comm.collectives import profiler_range
 from launcher.errors import LauncherError
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.leaf_hooks import LastHook, Removable
@@ -156,7 +156,7 @@ class Hooks:
                 return
             if unit is self.root:
                 self._begin_forward()
-            with record_function(f"{unit.name}/unshard"):
+            with profiler_range(unit.name, "unshard"):
                 self.unsharder.use(unit, "forward")
 
         return before_forward
@@ -292,7 +292,7 @@ class Hooks:
         unit.to_backward()
         if unit.sharded:
             self._free_passed_units(unit)
-            with record_function(f"{unit.name}/unshard"):
+            with profiler_range(unit.name, "unshard"):
                 self.unsharder.use(unit, "backward")
 
     def _free_passed_units(self, entering: Unit) -> None:
@@ -320,7 +320,7 @@ class Hooks:
 
     def _finish(self, unit: Unit) -> None:
         """Reduce a unit whose last gradient has arrived, and reshard it."""
-        with record_function(f"{unit.name}/reduce"):
+        with profiler_range(unit.name, "reduce"):
             self.reducer.ready(unit)
         if unit.sharded and unit is not self.root and not unit.may_need_frozen:
             self.unsharder.reshard(unit)
@@ -352,7 +352,7 @@ class Hooks:
 
     def end_backward(self) -> None:
         """Launch the remaining reductions in order and wait for all of them, at the end of the backward."""
-        with record_function("root/finish_backward"):
+        with profiler_range("root", "finish_backward"):
             for unit in self.reducer.remaining_units:
                 self._take_part(unit)
             self.reducer.finish()

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import record_function
 
 from launcher.comm import Axis
+from launcher.comm.collectives import profiler_range
 from launcher.comm.plain import gather_plain
 from launcher.monitor.clock import Moment, now, seconds_between
 from launcher.pipeline.schedules.actions import COMPUTE, Action, ActionKind, PipelineSchedule
@@ -40,7 +40,7 @@ class Stopwatch:
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Time an action; label it in traces of torch's profiler, too."""
-        with record_function(str(action)):
+        with profiler_range(action):
             if action.kind not in COMPUTE:
                 yield
                 return

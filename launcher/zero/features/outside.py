@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
+
+from launcher.comm.collectives import profiler_range
 
 if TYPE_CHECKING:
     from launcher.zero.hooks import Hooks
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def gather_for_one_call(hooks: Hooks, unit: Unit, module: nn.Module) -> None:
     """Unshard a unit for the forward of a submodule that is about to run."""
-    with record_function(f"{unit.name}/unshard"):
+    with profiler_range(unit.name, "unshard"):
         hooks.unsharder.use(unit, "forward")
     packs = hooks.packing.start()
 
