@@ -1,4 +1,4 @@
-"""Compare the planner's step times with measured ones, on two ranks of this machine, in twelve modes.
+"""Compare the planner's step times with measured ones, on two ranks of this machine, in thirteen modes.
 
     python -m benchmarks.predicted_steps [TEXT ...]
 
@@ -17,8 +17,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launcher.cli.calibrate import calibrated, measured_run
+import torch
+
+from benchmarks import adapter_steps
+from launcher.cli.calibrate import MeasuredRun, calibrated, measured_run
+from launcher.config import load
+from launcher.estimate.adapters import with_adapters
+from launcher.models.build import build_on_meta, load_config
 from launcher.monitor.devices import device_of, row_of
+from launcher.plan.layout import layout_of
+from launcher.plan.work import work_of
 
 RESULTS = Path(__file__).with_name("results") / "predicted_steps.md"
 RANKS, STEPS = 2, 16
@@ -36,6 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
     "ZeRO 2": _zero(2),
     "ZeRO 3": _zero(3),
     "ZeRO 2, recomputed": {**_zero(2), "activation_checkpointing": {}},
+    "ZeRO 2, LoRA": _zero(2),
     "ZeRO 2, optimizer offloaded": _zero(2, offload_optimizer=_CPU),
     "ZeRO 3, all offloaded": _zero(3, offload_optimizer=_CPU, offload_param=_CPU),
     "tp 2": {"tensor_parallel": {"autotp_size": 2}},
@@ -54,16 +63,22 @@ def _launch(*arguments: str) -> None:
         raise RuntimeError(done.stdout[-1000:] + done.stderr[-2000:])
 
 
-def measured(mode: str, directory: Path) -> Path:
-    """Train in a mode; return the directory of the run."""
+def measured(mode: str, directory: Path) -> MeasuredRun:
+    """Train in a mode."""
     config, run = directory / "ds.json", directory / mode.replace(" ", "_")
     micro = 1 if "pp" in mode else 4
     content = {"train_micro_batch_size_per_gpu": micro, "optimizer": {"type": "AdamW"}, **MODES[mode]}
     config.write_text(json.dumps(content))
-    model = "default-moe" if mode.startswith("ep") else "default"
-    flags = ["pretrain", "--model", model, "--max-steps", str(STEPS), "--output-dir", str(run)]
-    _launch("--num_gpus", str(RANKS), "--device", "cpu", "--config", str(config), *flags)
-    return run
+    start = ["--num_gpus", str(RANKS), "--device", "cpu"]
+    if "LoRA" in mode:
+        _launch(*start, adapter_steps.__file__, str(config), str(run))
+        model = with_adapters(build_on_meta(load_config("default")), adapter_steps.RANK)
+        work = work_of(model, adapter_steps.SEQUENCE, torch.float32)
+        return MeasuredRun(layout_of(load(content), RANKS), work, json.loads(run.read_text(encoding="utf-8")))
+    family = "default-moe" if mode.startswith("ep") else "default"
+    flags = ["pretrain", "--model", family, "--max-steps", str(STEPS), "--output-dir", str(run)]
+    _launch(*start, "--config", str(config), *flags)
+    return measured_run(run)
 
 
 def main(texts: list[str]) -> None:
@@ -86,7 +101,7 @@ def main(texts: list[str]) -> None:
         for mode in MODES:
             if any(text not in mode for text in texts):
                 continue
-            run = measured_run(measured(mode, Path(directory)))
+            run = measured(mode, Path(directory))
             if len(rows) == 1:
                 rows.append(calibrated(rows[0], run, RANKS))
             plain, better = (run.predicted(device_of(row), RANKS) for row in rows)

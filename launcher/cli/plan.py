@@ -175,14 +175,12 @@ def trained_work(
     from launcher.plan.work import work_of
 
     model: PretrainedConfig | nn.Module = config
-    adapters = 0
     if flags.lora:
         from launcher.estimate.adapters import EVERY_LAYER, with_adapters
         from launcher.models.build import build_on_meta
 
         model = with_adapters(build_on_meta(config), flags.lora, flags.lora_targets or EVERY_LAYER)
-        adapters = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    work = work_of(config, sequence, dtype, adapters=adapters)
+    work = work_of(model, sequence, dtype)
     return model, replace(work, expert_load=flags.expert_load)
 
 

@@ -30,6 +30,8 @@ class Device:
         fp32_share: share of `flops` for fp32 products.
         host_traffic: host memory bandwidth per rank while all ranks use it.
         context, group: bytes of overhead besides tensors; see `device_budget.py`.
+        launch: seconds to launch one operation from a model's code.
+        synchronous: an operation ends before the next one is launched, as on a CPU.
         attention: torch's kernels for scaled_dot_product_attention on this device.
         calibrated_on: source of the shares; "" for the defaults.
     """
@@ -50,6 +52,8 @@ class Device:
     host_traffic: float
     context: float
     group: float
+    launch: float
+    synchronous: bool
     attention: tuple[str, ...]
     calibrated_on: str
 
@@ -102,6 +106,8 @@ def device_of(row: dict[str, Any]) -> Device:
         host_traffic=shares["host_memory_gb_s"] * 1e9,
         context=shares["context_mib"] * 2**20,
         group=shares["group_mib"] * 2**20,
+        launch=shares["launch_us"] * 1e-6,
+        synchronous=shares["synchronous"],
         attention=tuple(shares["attention"]),
         calibrated_on=row.get("calibrated_on", ""),
     )

@@ -1,4 +1,4 @@
-"""Benchmark of this machine's devices: matrix products, memory and links, as a row for `devices.json`.
+"""Benchmark of this machine's devices: matrix products, memory, links and launches, as a row for `devices.json`.
 
 `launch bench device` runs it on every rank; rank 0 writes the row to the file given as the argument.
 """
@@ -45,9 +45,10 @@ def measure(device: torch.device) -> dict[str, Any]:
     }
     row["across_gb_s"] = row["inside_gb_s"]
     row["host_gb_s"] = _short(_host(device) / 1e9)
+    row["launch_us"] = _short(_launch(device) * 1e6)
     if device.type == "cpu":
         row |= {"fp32": 1.0, "host_memory_gb_s": row["memory_gb_s"]}
-        row |= {"context_mib": 0, "group_mib": 0, "attention": ["cpu"], "half_width": 0}
+        row |= {"context_mib": 0, "group_mib": 0, "attention": ["cpu"], "half_width": 0, "synchronous": True}
     where = f"measured by `launch bench device` on {mesh.world_size} ranks"
     return {**row, **SHARES, "calibrated_on": where, "source": where}
 
@@ -76,6 +77,19 @@ def _host(device: torch.device) -> float:
     on_host = torch.ones(ELEMENTS[device.type], pin_memory=device.type == "cuda")
     there = torch.empty_like(on_host, device=device)
     return on_host.nbytes / _seconds(device, lambda: there.copy_(on_host, non_blocking=True))
+
+
+def _launch(device: torch.device) -> float:
+    """Return the seconds to launch an operation of a block, Python's part included: those of a Llama without work."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from launcher.plan.work import work_of
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+    config = AutoConfig.for_model("llama", num_hidden_layers=8, **size)
+    model = AutoModelForCausalLM.from_config(config).to(device)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    return _seconds(device, lambda: model(tokens, use_cache=False)) / work_of(config, 2).operations
 
 
 def _memory(device: torch.device, ranks: int) -> float:

@@ -11,7 +11,6 @@ from launcher.plan.stages import StageLoad
 from launcher.plan.work import ModelWork
 
 LATENCY = 10e-6  # seconds per message
-LAUNCHING = 1e-4  # seconds to launch the kernels of a block's forward
 NOT_SHARED = (
     0.3  # replicated share of traffic without sequence parallelism: norms, residuals (10 of 34, 2205.05198)
 )
@@ -24,8 +23,8 @@ class Microbatch:
     Args:
         products: matrix products of a forward; input gradients take the same time.
         weight: weight gradients, which take the same time unless some weights are frozen.
-        traffic: all other operations of a forward; twice as much in a backward. Products and traffic together
-            take at least the time to launch the kernels.
+        traffic: all other operations of a forward; twice as much in a backward. It includes the time to launch
+            operations: on a CPU all of it, on a GPU what products and traffic do not overlap.
         reduces: tp all-reduces of a forward; the same in a backward.
         exchanges: all-to-alls of attention over cp in a forward; the same in a backward.
         sends: dispatch and combine of experts' tokens in a forward, and of their gradients in a backward.
@@ -67,7 +66,9 @@ def microbatch_time(
     of_ends = share * load.ends / layout.tp / rate
     kept = 0.0 if layout.sequence_parallel or layout.tp == 1 else NOT_SHARED
     traffic = share * part * work.traffic * (kept + (1 - kept) / layout.tp)
-    traffic = max(traffic / (device.traffic * device.traffic_share), LAUNCHING * load.blocks - products)
+    traffic /= device.traffic * device.traffic_share
+    launching = part * work.operations * device.launch
+    traffic = traffic + launching if device.synchronous else max(traffic, launching - products)
     reduce = ring(2 * message(work, layout), layout.tp, bandwidth(device, layout.tp, 1, per_node))
     exchange = _exchange(work, layout, device, per_node)
     send = part * work.expert_layers * _send(work, layout, device, per_node)

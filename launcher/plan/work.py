@@ -48,6 +48,7 @@ class ModelWork:
         costs: costs of the blocks and the ends, by which stages are cut; None for equal blocks and free ends.
         weight_flops: the part of `flops` in products with weights; the rest is attention.
         adapters: parameters of LoRA adapters if only these are trained; 0 if all parameters are trained.
+        operations: operations that the forward of all blocks launches, views included.
     """
 
     layers: int
@@ -68,6 +69,7 @@ class ModelWork:
     costs: LayerCosts | None = None
     weight_flops: float = 0.0
     adapters: int = 0
+    operations: int = 0
 
     @property
     def unstaged(self) -> bool:
@@ -114,35 +116,39 @@ class ModelWork:
 
 
 def work_of(
-    config: PretrainedConfig, sequence: int, dtype: torch.dtype = torch.bfloat16, *, adapters: int = 0
+    given: PretrainedConfig | nn.Module, sequence: int, dtype: torch.dtype = torch.bfloat16
 ) -> ModelWork:
-    """Return the work of a model; memory traffic is measured on the first block and scaled to all blocks.
+    """Return the work of a model; the first block's memory traffic and operations are scaled to all blocks.
 
     Args:
-        adapters: parameters of LoRA adapters if only these are trained.
+        given: the config of a causal LM; or one with LoRA adapters on meta (`estimate.adapters.with_adapters`).
 
     Raises:
         ConfigError: the model is not a causal LM with blocks.
     """
+    adapters = 0
+    if isinstance(given, nn.Module):
+        adapters = sum(each.numel() for each in given.parameters() if each.requires_grad)
+    config: Any = given.config if isinstance(given, nn.Module) else given
     router_loss = bool(getattr(config, "output_router_logits", False))
     if router_loss:  # the cost of the router loss is negligible
         config = copy.deepcopy(config)
         config.output_router_logits = False
-    model = build_on_meta(config, dtype)
+    model = _on_meta(given, config, dtype)
     text: Any = config.get_text_config()
     blocks = parts_of(model).blocks
     costs = model_costs(model, "best", sequence=sequence)
     weights = model_costs(model, "best", sequence=1)  # attention is negligible for a single token
-    of_adapters = 2 * sequence * adapters
     experts = [module for _, module in experts_in(model)]
+    others = _operations_of(model, blocks[0][1], sequence)
     return ModelWork(
         layers=len(blocks),
         hidden=text.hidden_size,
         heads=getattr(text, "num_attention_heads", 1),
         sequence=sequence,
-        parameters=elements([model]) + adapters,
-        flops=_total(costs) + of_adapters,
-        traffic=len(blocks) * _traffic_of(model, blocks[0][1], sequence),
+        parameters=elements([model]),
+        flops=_total(costs),
+        traffic=len(blocks) * others.nbytes,
         itemsize=dtype.itemsize,
         groups=getattr(text, "num_key_value_heads", 0) or 0,
         experts=min(map(number_of, experts), default=0),
@@ -151,51 +157,63 @@ def work_of(
         picked=getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1,
         in_one_piece=router_loss,
         costs=costs,
-        weight_flops=sequence * _total(weights) + of_adapters,
+        weight_flops=sequence * _total(weights),
         adapters=adapters,
+        operations=len(blocks) * others.number,
     )
+
+
+def _on_meta(given: PretrainedConfig | nn.Module, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """Return the model with all parameters in `dtype`, as in a run; a given one is not modified."""
+    if not isinstance(given, nn.Module):
+        return build_on_meta(config, dtype)
+    model: Any = copy.deepcopy(given).to(dtype)
+    model.config.output_router_logits = getattr(config, "output_router_logits", False)
+    base: nn.Module = model.get_base_model()
+    return base
 
 
 def _total(costs: LayerCosts) -> float:
     return costs.before + sum(costs.blocks) + costs.after
 
 
-def _traffic_of(model: nn.Module, block: nn.Module, sequence: int) -> float:
-    """Return the memory traffic of one block's forward; the model's forward is aborted after the block."""
-    traffic = _Traffic()
+def _operations_of(model: nn.Module, block: nn.Module, sequence: int) -> _Operations:
+    """Return the operations of one block's forward; the model's forward is aborted after the block."""
+    seen = _Operations()
 
     def before(module: nn.Module, args: Any) -> None:
-        traffic.nbytes = 0.0
+        seen.nbytes, seen.number = 0.0, 0
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         raise _SeenError
 
     handles = [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
     try:
-        with suppress(_SeenError), torch.no_grad(), _OneAttention(), traffic:
+        with suppress(_SeenError), torch.no_grad(), _OneAttention(), seen:
             model(input_ids=torch.zeros(1, sequence, dtype=torch.long, device="meta"))
     finally:
         for handle in handles:
             handle.remove()
-    return traffic.nbytes
+    return seen
 
 
 class _SeenError(Exception):
     """Raised to abort the forward after the block."""
 
 
-class _Traffic(TorchDispatchMode):
-    """Adds up the bytes that operations read and write, except views and compute-bound products."""
+class _Operations(TorchDispatchMode):
+    """Counts operations, and adds up the bytes that they read and write, except views and compute-bound products."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nbytes = 0.0
+        self.nbytes, self.number = 0.0, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func._opname == "_local_scalar_dense":
             return 1  # checks over all tokens are true: one sequence, no padding
+        self.number += 1
         made = (
             _grouped(func, args, kwargs or {})
             if func._opname == "_grouped_mm"

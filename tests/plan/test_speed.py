@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from launcher.models.build import load_config
+from launcher.estimate.adapters import with_adapters
+from launcher.models.build import build_on_meta, load_config
 from launcher.monitor.devices import device
 from launcher.pipeline.hf.costs import LayerCosts
 from launcher.plan.layout import Layout
@@ -94,17 +95,36 @@ def test_a_stage_with_a_block_more_is_waited_for() -> None:
 
 def test_frozen_weights_have_no_gradients() -> None:
     """With LoRA, frozen weights have no gradient compute, reduction or step; at stage 3 they are still gathered."""
-    config, count = load_config("default"), 100_000
-    whole, lora = work_of(config, 256), work_of(config, 256, adapters=count)
+    pytest.importorskip("peft")
+    config = load_config("default")
+    whole, lora = work_of(config, 256), work_of(with_adapters(build_on_meta(config), 8), 256)
+    count = lora.adapters
+    assert 0 < count == lora.parameters - whole.parameters < whole.parameters / 20
+    assert lora.operations > whole.operations and lora.traffic > whole.traffic
     attention, adapters = whole.flops - whole.weight_flops, 2 * 256 * count
     assert 0 < attention < whole.flops / 4
     assert lora.flops == whole.flops + adapters and whole.weight_share == 1
     assert lora.weight_share * lora.flops == pytest.approx(attention + adapters)
     for stage in (0, 1, 2, 3):
-        full, part = (step_time(work, Layout(dp=8, stage=stage), H100, 8) for work in (whole, lora))
+        # without what a model as small as this one waits for
+        layout, at_once = Layout(dp=8, stage=stage), replace(H100, launch=0.0, traffic=1e18)
+        full, part = (step_time(work, layout, at_once, 8) for work in (whole, lora))
         assert part.compute < full.compute
         assert part.optimizer == pytest.approx(full.optimizer * count / whole.parameters)
         assert (0.4 if stage == 3 else 0) * full.data < part.data < full.data
+
+
+def test_a_cpu_works_on_nothing_while_it_launches() -> None:
+    small = replace(WORK, operations=100, flops=1e10, traffic=1e7)
+    cpu, layout = replace(H100, synchronous=True, launch=1e-6), Layout(accumulation=4)
+    at_once, launched = (
+        step_time(small, layout, kind, 8).compute for kind in (replace(cpu, launch=0.0), cpu)
+    )
+    assert launched - at_once == pytest.approx(4 * 3 * 100 * 1e-6)
+    # A GPU is late only where the work takes less time than its launches.
+    assert step_time(WORK, Layout(), H100, 8) == step_time(replace(WORK, operations=1), Layout(), H100, 8)
+    slow = replace(H100, launch=1.0)
+    assert step_time(replace(WORK, operations=1), Layout(), slow, 8).compute == pytest.approx(3.0, rel=0.1)
 
 
 def test_the_head_is_in_the_last_stage_and_not_recomputed() -> None:
