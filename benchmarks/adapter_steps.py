@@ -40,4 +40,4 @@ def main(config: str, result: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[-2:])  # after --local_rank

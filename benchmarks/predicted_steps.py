@@ -67,7 +67,12 @@ def measured(mode: str, directory: Path) -> MeasuredRun:
     """Train in a mode."""
     config, run = directory / "ds.json", directory / mode.replace(" ", "_")
     micro = 1 if "pp" in mode else 4
-    content = {"train_micro_batch_size_per_gpu": micro, "optimizer": {"type": "AdamW"}, **MODES[mode]}
+    content = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW"},
+        **MODES[mode],
+    }
     config.write_text(json.dumps(content))
     start = ["--num_gpus", str(RANKS), "--device", "cpu"]
     if "LoRA" in mode:

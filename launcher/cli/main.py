@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher import earlier_run
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
+from launcher.cli.output import print_error
 from launcher.cli.recipes import DEFAULT_RECIPE, SUBCOMMANDS, check_flags, find_config, shared_directory
 from launcher.cluster.secret import hide, hide_inherited, masked, secret_arguments, secrets_of
 from launcher.errors import ConfigError, LauncherError, printable
@@ -64,15 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(leaving.code or 0)
     except KeyboardInterrupt:
         return 130
-
-
-def print_error(text: str) -> None:
-    """Print `error: TEXT` to stderr, with the first word in red on a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print("[bold red]error:[/bold red] ", end="")
-    console.print(printable(masked(text)), markup=False)
 
 
 def _subcommand(argv: Sequence[str]) -> tuple[str, str] | None:

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.flags import (
@@ -36,6 +37,7 @@ examples:
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 2 --seq-length 4096 --json
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu 80GiB --longest
   launch memory-estimate --model ./my-model --num-gpus 8 --gpu h100
+  launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu h100 --watch
 
 --model: a Hugging Face id, a directory, or a config.json.
 The estimate is made from a trace of one block of each kind. --dry-run runs three steps of the real engine as
@@ -75,12 +77,26 @@ def estimate_parser() -> FlagParser:
     add("--plot", metavar="FILE", help="draw the memory of the ranks as PNG or SVG")
     add("--dry-run", action="store_true", help="run the real engine with fake tensors")
     add("--json", action="store_true", help="print a JSON object")
+    add("--watch", action="store_true", help="estimate again, in a second, whenever the JSON is saved")
     return parser
 
 
 def memory_estimate(argv: Sequence[str]) -> int:
     """Run `launch memory-estimate`; returns 0, or 1 if the run does not fit the device."""
     flags = estimate_parser().parse_args(argv)
+    if not flags.watch:
+        return _estimate(flags)
+    if not flags.config:
+        raise ConfigError("--watch requires --config", where="--watch", fix="pass the JSON that you edit")
+    from launcher.cli.watch import watch
+
+    model = Path(flags.model)
+    described = [model / "config.json" if model.is_dir() else model] if model.exists() else []
+    return watch([Path(config_of(flags.config)), *described], lambda: _estimate(flags))
+
+
+def _estimate(flags: argparse.Namespace) -> int:
+    """Print one estimate; returns 0, or 1 if the run does not fit the device."""
     world = flags.num_gpus or (sum(slots_of(flags.hostfile)) if flags.hostfile else 1)
     from launcher.config.root import load
     from launcher.monitor.device_budget import budget_of

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.recipes import find_config
+from launcher.cluster.secret import masked
 from launcher.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -23,6 +24,15 @@ def new_console() -> Console:
     if not made.is_terminal:
         made.width = WIDE
     return made
+
+
+def print_error(text: str) -> None:
+    """Print `error: TEXT` to stderr, with the first word in red on a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print("[bold red]error:[/bold red] ", end="")
+    console.print(printable(masked(text)), markup=False)
 
 
 def config_of(given: str) -> str:

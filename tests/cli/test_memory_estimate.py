@@ -136,3 +136,39 @@ def test_adapters_are_asked_for_as_a_whole(capsys: pytest.CaptureFixture[str]) -
     assert main(["memory-estimate", "--model", "default", "--gpu", "h100", "--lora", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["fits"] and "tensor_parallel" not in told["proposed"]
+
+
+def test_the_json_is_watched(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every save is estimated; a mistake is reported, and the next save is estimated again."""
+    file, beside = tmp_path / "ds.json", tmp_path / "saved.json"
+    file.write_text((DS_CONFIGS / "zero3.json").read_text())
+
+    def replace_file(text: str) -> None:  # as editors do: the file is never incomplete
+        beside.write_text(text)
+        beside.replace(file)
+
+    saves = [
+        lambda: None,
+        lambda: replace_file((DS_CONFIGS / "zero2.json").read_text()),
+        lambda: replace_file('{"zero_optimization": {"stage": 9}}'),
+        file.unlink,
+        lambda: file.write_text((DS_CONFIGS / "zero3.json").read_text()),
+    ]
+
+    def sleep(seconds: float) -> None:
+        if not saves:
+            raise KeyboardInterrupt
+        saves.pop(0)()
+
+    monkeypatch.setattr("launcher.cli.watch.time.sleep", sleep)
+    asked = [argument if argument != ASKED[2] else str(file) for argument in ASKED]
+    assert main([*asked, "--num-gpus", "8", "--gpu", "4GiB", "--watch"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("rank 0 of 8") == 3 and printed.out.count("waiting for changes of") == 5
+    assert printed.err.count("error:") == 2 and "stage" in printed.err and "ds.json" in printed.err
+    first, second, *_ = printed.out.split("----")[::2]
+    assert first != second
+    assert main(["memory-estimate", "--model", "default", "--watch"]) == 2
+    assert "--watch requires --config" in capsys.readouterr().err
