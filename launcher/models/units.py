@@ -70,12 +70,16 @@ def _block_lists(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Mod
 
 
 def _outermost(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    chosen: list[tuple[str, nn.Module]] = []
+    """Return the modules that are in none of those before them, each once."""
+    chosen: dict[nn.Module, str] = {}
+    names: set[str] = set()
     for name, module in modules:
-        nested = any(name.startswith(f"{outer}.") for outer, _ in chosen)
-        if not nested and not any(module is other for _, other in chosen):
-            chosen.append((name, module))
-    return chosen
+        path = name.split(".")
+        nested = any(".".join(path[:end]) in names for end in range(1, len(path)))
+        if not nested and module not in chosen:
+            chosen[module] = name
+            names.add(name)
+    return [(name, module) for module, name in chosen.items()]
 
 
 def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

@@ -24,12 +24,13 @@ class BufferCache:
 
     Attributes:
         most: the peak of bytes in use at once.
+        nbytes: bytes of idle buffers.
     """
 
     def __init__(self, make: MakeBuffer, *, sparing: bool = False) -> None:
         self._make, self._sparing = make, sparing
         self._buffers: list[Tensor] = []  # each uint8 [bytes], the newest last
-        self._in_use = self.most = 0
+        self._in_use = self.most = self.nbytes = 0
         self._alone = _use_count(torch.empty(1))
         # by address: copies from idle buffers that are still in flight
         self._travelling: dict[int, torch.cuda.Event] = {}
@@ -38,14 +39,14 @@ class BufferCache:
         """Return an uninitialized buffer [numel]."""
         size = numel * dtype.itemsize
         self._in_use += size
+        in_use: list[int] = []
         for i in range(len(self._buffers) - 1, -1, -1):
             if self._buffers[i].numel() == size and _use_count(self._buffers[i]) == self._alone:
-                return self._arrived(self._buffers.pop(i)).view(dtype)
-        # buffers that are still referenced are freed by their last holder
-        for one in self._buffers:
-            if one.numel() == size:
-                self._arrived(one)
-        self._buffers = [one for one in self._buffers if one.numel() != size]
+                return self._remove(i).view(dtype)
+            if self._buffers[i].numel() == size:  # still referenced: its last holder frees it
+                in_use.append(i)
+        for i in in_use:
+            self._remove(i)
         self._spare()
         return self._make(numel, dtype)
 
@@ -60,23 +61,21 @@ class BufferCache:
             self._travelling[buffer.data_ptr()] = sent
         raw = buffer.view(torch.uint8)
         self._in_use -= raw.numel()
+        self.nbytes += raw.numel()
         self._buffers.append(raw)
 
     def clear(self) -> None:
         """Free every idle buffer."""
         while self._buffers:
-            self._arrived(self._buffers.pop())
+            self._remove(-1)
 
-    def _arrived(self, buffer: Tensor) -> Tensor:
-        """Make the device wait for a copy from the buffer that is in flight, if any; return the buffer."""
+    def _remove(self, index: int) -> Tensor:
+        """Remove an idle buffer; make the device wait for a copy from it that is in flight, if any."""
+        buffer = self._buffers.pop(index)
+        self.nbytes -= buffer.numel()
         if self._travelling and (sent := self._travelling.pop(buffer.data_ptr(), None)) is not None:
             sent.wait()
         return buffer
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of idle buffers."""
-        return sum(one.numel() for one in self._buffers)
 
     @property
     def held(self) -> int:
@@ -86,7 +85,7 @@ class BufferCache:
     def _spare(self) -> None:
         self.most = max(self.most, self._in_use)
         while self._sparing and self._buffers and self._in_use + self.nbytes > self.most:
-            self._arrived(self._buffers.pop(0))
+            self._remove(0)
 
 
 def _use_count(buffer: Tensor) -> int:

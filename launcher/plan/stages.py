@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class StageLoads:
     virtual: tuple[StageLoad, ...]
     rank_of: tuple[int, ...]
 
-    @property
+    @cached_property
     def ranks(self) -> list[StageLoad]:
         """Return the load of each pipeline rank."""
         return [
@@ -47,7 +47,7 @@ class StageLoads:
             for rank in range(max(self.rank_of) + 1)
         ]
 
-    @property
+    @cached_property
     def busiest(self) -> tuple[int, StageLoad]:
         """Return the pipeline rank with the most computation, for which the others wait, and its load."""
         return max(enumerate(self.ranks), key=lambda each: each[1].flops)
