@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+
+MOST_SIZES = (
+    8  # of one caller; more are of messages that vary, such as the tokens of experts, and share a row
+)
 
 CollectiveKey = tuple[str, str, int]
 """(operation, caller, message bytes)."""
@@ -65,7 +70,7 @@ class CommsLog:
             )
 
     def table(self, stragglers: Mapping[CollectiveKey, float] | None = None) -> str:
-        """Return the log as text.
+        """Return the log as text. A caller whose messages have many sizes has one row, with the range of sizes.
 
         Args:
             stragglers: minimum seconds over all ranks for each row; adds a column with this rank's excess,
@@ -83,19 +88,39 @@ class CommsLog:
             "bus Gbps",
         ]
         lines = [heads + (["straggler wait ms"] if stragglers is not None else [])]
-        for key, row in sorted(self.rows.items()):
-            operation, who, nbytes = key
-            algorithm, bus = bandwidths(nbytes, row)
-            cells = [operation, who, _size(nbytes), str(row.count), f"{1000 * row.seconds:.2f}"]
+        for keys in self._lines():
+            operation, who, least = keys[0]
+            row, size = self._sum(keys), _size(least)
+            if len(keys) > 1:
+                size += f" - {_size(keys[-1][2])}"
+            mean = sum(key[2] * self.rows[key].count for key in keys) / row.count
+            algorithm, bus = bandwidths(mean, row)
+            cells = [operation, who, size, str(row.count), f"{1000 * row.seconds:.2f}"]
             cells += [f"{1000 * row.seconds / row.count:.3f}", f"{1000 * row.blocked:.2f}"]
             cells += [f"{algorithm:.2f}", f"{bus:.2f}"]
             if stragglers is not None:
-                cells.append(f"{1000 * (row.seconds - stragglers.get(key, row.seconds)):.2f}")
+                fastest = sum(stragglers.get(key, self.rows[key].seconds) for key in keys)
+                cells.append(f"{1000 * (row.seconds - fastest):.2f}")
             lines.append(cells)
         return columns(lines, left=2)
 
+    def _lines(self) -> Iterator[list[CollectiveKey]]:
+        """Yield the keys of each line of the table, ordered by size."""
+        for _, each in groupby(sorted(self.rows), key=lambda key: key[:2]):
+            keys = list(each)
+            yield from [keys] if len(keys) > MOST_SIZES else ([key] for key in keys)
 
-def bandwidths(nbytes: int, row: CollectiveTotals) -> tuple[float, float]:
+    def _sum(self, keys: Sequence[CollectiveKey]) -> CollectiveTotals:
+        total = CollectiveTotals()
+        for row in (self.rows[key] for key in keys):
+            total.count += row.count
+            total.moved += row.moved
+            total.seconds += row.seconds
+            total.blocked += row.blocked
+        return total
+
+
+def bandwidths(nbytes: float, row: CollectiveTotals) -> tuple[float, float]:
     """Return the algorithm and bus bandwidth in Gbit/s, as defined by nccl-tests (doc/PERFORMANCE.md).
 
     These are message bytes over time, and bytes that a rank sends over time. The time includes overlapped

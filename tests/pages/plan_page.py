@@ -23,8 +23,9 @@ memory of the fastest ones, in order of speed, until {top} meshes that fit are f
 - **Work** (`plan/work.py`) is derived from the model itself, on the meta device: FLOPs of its matrix products, bytes
   that all other operations of a block read and write, number of parameters.
 - **Compute**: matrix products run at a fraction of the device's peak FLOP/s, all other operations at a fraction of its
-  memory bandwidth. The gradients of inputs and of weights take as long as the forward each. With LoRA (`--lora`)
-  frozen weights have no gradient. A checkpointed block runs its forward twice.
+  memory bandwidth. Launching an operation takes a fixed time, during which a GPU works and a CPU does not. The
+  gradients of inputs and of weights take as long as the forward each. With LoRA (`--lora`) frozen weights have no
+  gradient. A checkpointed block runs its forward twice.
 - **Tensor parallelism** takes 4 all-reduces of tokens x hidden per block and microbatch, 6 with recomputation.
 - **Expert parallelism** sends each token to the ranks of its experts and back, in the forward and in the backward.
 - **Sequence parallelism** exchanges heads for tokens before attention, and tokens for heads after it.
