@@ -104,7 +104,6 @@ def common(job: Job, output_dir: Path, device: str) -> NodeSpec:
         "LAUNCHER_DEVICE": device,
         "LAUNCHER_OUTPUT_DIR": str(output_dir),
         "LAUNCHER_RUN": job.id,
-        "LAUNCHER_LOG_LEVEL": logging.getLevelName(logger.level).lower(),
     }
     if device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""  # a third-party script would use any GPU that it sees
