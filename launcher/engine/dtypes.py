@@ -61,10 +61,21 @@ def special_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
 
     In a 16-bit model these are the parameters that match `data_types.keep_in_fp32_modules`. Under
     torch_autocast these are the floating-point parameters of the modules in `lower_precision_safe_modules`.
+    Quantized weights always keep their dtype.
 
     Raises:
         ConfigError: a configured name matches nothing.
     """
+    packed = {name: p.dtype for name, p in model.named_parameters() if is_quantized(p)}
+    return _configured_dtypes(config, model) | packed
+
+
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Return whether the elements of a parameter are packed bytes (bitsandbytes' 4-bit weights), not numbers."""
+    return hasattr(parameter, "quant_state")
+
+
+def _configured_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
     lower = autocast_dtype(config)
     if lower is not None:
         classes = tuple(
