@@ -58,5 +58,8 @@ def trainers() -> list[Client]:
             Client("Trainer", "ViT", "transformers", "vision_and_speech.py", ("--kind", "vit", *to), stage),
             Client("Trainer", "Wav2Vec2 with CTC", "transformers", "vision_and_speech.py",
                    ("--kind", "wav2vec2", *to), stage),
+            *(Client("Trainer", f"llama, QLoRA: nf4 in {storage}", "bitsandbytes", "qlora_trainer.py",
+                     ("--model", "{models}/llama-untied", "--storage", storage, *to), stage)
+              for storage in (("uint8",) if stage == 2 else ("uint8", "float32"))),
         ]  # fmt: skip
     return made
