@@ -154,7 +154,7 @@ def add_expert_load(parser: argparse.ArgumentParser) -> None:
 
 
 def add_adapters(parser: argparse.ArgumentParser) -> None:
-    """Add --lora and --lora-targets."""
+    """Add --lora, --lora-targets and --load-in-4bit."""
     parser.add_argument(
         "--lora",
         type=positive,
@@ -166,17 +166,23 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="comma-separated layers to adapt (default: all-linear)",
     )
+    parser.add_argument(
+        "--load-in-4bit",
+        action="store_true",
+        help="frozen linear layers have 4 bits per weight, as packed by bitsandbytes (QLoRA)",
+    )
 
 
 def check_adapter_flags(flags: argparse.Namespace) -> None:
-    """Check that --lora-targets is used only together with --lora.
+    """Check that --lora-targets and --load-in-4bit are used only together with --lora.
 
     Raises:
-        ConfigError: --lora-targets is given and --lora is not.
+        ConfigError: one of them is given and --lora is not.
     """
-    if flags.lora_targets and not flags.lora:
-        fix = "pass the rank of the adapters, too: --lora 16"
-        raise ConfigError("--lora-targets requires --lora", where="--lora-targets", fix=fix)
+    fix = "pass the rank of the adapters, too: --lora 16"
+    for flag, given in (("--lora-targets", flags.lora_targets), ("--load-in-4bit", flags.load_in_4bit)):
+        if given and not flags.lora:
+            raise ConfigError(f"{flag} requires --lora", where=flag, fix=fix)
 
 
 def add_bill(parser: argparse.ArgumentParser) -> None:

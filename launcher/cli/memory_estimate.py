@@ -38,6 +38,7 @@ examples:
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu 80GiB --longest
   launch memory-estimate --model ./my-model --num-gpus 8 --gpu h100
   launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 8 --gpu h100 --watch
+  launch memory-estimate --config ds_config.json --model ./my-model --num-gpus 2 --gpu l4 --lora 16 --load-in-4bit
 
 --model: a Hugging Face id, a directory, or a config.json.
 The estimate is made from a trace of one block of each kind. --dry-run runs three steps of the real engine as
@@ -136,6 +137,10 @@ def _estimate(flags: argparse.Namespace) -> int:
 
         check_adapters(config, rehearsed=flags.dry_run)
         model = with_adapters(build_on_meta(model), flags.lora, flags.lora_targets or EVERY_LAYER)
+    if flags.load_in_4bit:
+        from launcher.estimate.quantized import pack_frozen
+
+        model = pack_frozen(model)
     estimator, used = Estimator(model, flags.expert_load, kernels), set[str]()
     if flags.longest and device is not None:
         return _longest(estimator, config, world, device, as_object=flags.json)

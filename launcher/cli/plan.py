@@ -174,14 +174,20 @@ def trained_work(
     """Return the model for the estimator and its work, with the adapters and the expert load of the flags."""
     from launcher.plan.work import work_of
 
-    model: PretrainedConfig | nn.Module = config
+    described: PretrainedConfig | nn.Module = config
     if flags.lora:
         from launcher.estimate.adapters import EVERY_LAYER, with_adapters
         from launcher.models.build import build_on_meta
 
-        model = with_adapters(build_on_meta(config), flags.lora, flags.lora_targets or EVERY_LAYER)
-    work = work_of(model, sequence, dtype)
-    return model, replace(work, expert_load=flags.expert_load)
+        described = model = with_adapters(
+            build_on_meta(config), flags.lora, flags.lora_targets or EVERY_LAYER
+        )
+    work = work_of(described, sequence, dtype)
+    if flags.load_in_4bit:
+        from launcher.estimate.quantized import pack_frozen
+
+        pack_frozen(model)  # after its products are counted
+    return described, replace(work, expert_load=flags.expert_load)
 
 
 def search(

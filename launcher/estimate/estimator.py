@@ -25,6 +25,7 @@ from launcher.estimate.answer import DeviceBytes, Estimate
 from launcher.estimate.attention_kernels import CPU_KERNELS
 from launcher.estimate.model_trace import ModelTrace, ModelTraces, section_of
 from launcher.estimate.offloaded_bytes import on
+from launcher.estimate.quantized import whole_numel
 from launcher.estimate.rank_part import RankPart, RankParts
 from launcher.estimate.replay import ScriptedStep, StepScript
 from launcher.estimate.simulated import META, SimulatedRank
@@ -57,7 +58,7 @@ class Estimator:
     ) -> None:
         whole: Any = model if isinstance(model, nn.Module) else build_on_meta(model)
         self.model = whole
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.parameters = sum(map(whole_numel, self.model.parameters()))
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         text: Any = whole.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)

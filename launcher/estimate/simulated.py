@@ -17,9 +17,11 @@ from launcher.engine.assemble import mark_leaves, units_of
 from launcher.engine.offloading import open_placements
 from launcher.engine.policy import axes_of, policy_of
 from launcher.estimate.offloaded_bytes import OffloadedBytes, gradients_of, masters_of, on, parameters_of
+from launcher.estimate.quantized import scale_bytes
 from launcher.estimate.rank_part import RankPart
 from launcher.estimate.states import StateBytes
 from launcher.estimate.tiers import CountingTier
+from launcher.offload.placement import Placement
 from launcher.optim.sharded import step_in_turn
 from launcher.optim.states import FlatState
 from launcher.pipeline.schedules import schedule
@@ -185,6 +187,7 @@ class SimulatedRank:
         self.at_peak = (0, 0)
         self._fixed = 0
         self.versions = _versions(config, mesh)
+        self._scales = scale_bytes(model)
 
     # ---- held memory ------------------------------------------------------------------------
 
@@ -195,6 +198,7 @@ class SimulatedRank:
         parameters = parameters_of(self.flats)
         for placement in parameters:
             parameters[placement] *= self.versions
+        parameters[Placement(META)] += self._scales
         return parameters, gradients_of(self.gradients), masters
 
     def fix(self) -> None:

@@ -15,6 +15,7 @@ from launcher.estimate.adapters import check_adapters, with_adapters
 from launcher.estimate.attention_kernels import GPU_KERNELS, attention_of
 from launcher.estimate.dry_run import dry_run
 from launcher.estimate.estimator import Estimator
+from launcher.estimate.quantized import pack_frozen
 from launcher.models.build import build_on_meta
 
 pytest.importorskip("peft")
@@ -65,6 +66,28 @@ def test_as_the_real_engine(name: str) -> None:
     assert found.peak == pytest.approx(played.peak, rel=0.02, abs=SCRATCH)
     assert found.between.total == pytest.approx(played.between.total, rel=0.02, abs=SCRATCH)
     assert found.host == pytest.approx(played.host, rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_four_bits_per_weight(stage: int) -> None:
+    """The numbers of real runs of bitsandbytes 0.50 on two ranks, from torch's allocation records."""
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=4000, use_cache=False,
+    )  # fmt: skip
+    model = pack_frozen(with_adapters(build_on_meta(config), 8))
+    estimator = Estimator(model)
+    assert estimator.parameters == Estimator(with_adapters(build_on_meta(config), 8)).parameters
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    found = estimator.estimate(config_of(zero_optimization=zero, gradient_clipping=0.0), 2, 0, TOKENS)
+    between, step = {2: (24.90, 96.08), 3: (35.82, 97.48)}[stage]
+    assert found.between.total / 2**20 == pytest.approx(between, rel=0.005)
+    assert (found.peak - found.between.total) / 2**20 == pytest.approx(step, rel=0.02)
+
+
+def test_only_frozen_layers_are_packed() -> None:
+    with pytest.raises(ConfigError, match="no frozen linear layers"):
+        pack_frozen(build_on_meta(LlamaConfig(num_hidden_layers=1)))
 
 
 def test_what_is_trained_is_counted() -> None:
