@@ -105,10 +105,12 @@ class ZeroConfig(Section):
         "zero_hpz_partition_size": "after its first gather in a step, a parameter is gathered within the group, also "
         "in the forward of later microbatches",
         "zero_quantized_weights": "blocks of 256 8-bit values with a float32 scale; gathers for checkpoints, exports "
-        "and GatheredParameters are exact, as are those within an hpZ group",
+        "and GatheredParameters are exact, as are those within an hpZ group; integers and already quantized weights "
+        "(QLoRA) stay exact",
         "zero_quantized_gradients": "works at stages 1 to 3, in one hop of 4-bit blocks over all ranks of the shard "
         "axis; a rank's own contribution is exact",
-        "zero_quantized_nontrainable_weights": "checkpoints contain the quantized values, unpacked",
+        "zero_quantized_nontrainable_weights": "checkpoints contain the quantized values, unpacked; integers and "
+        "already quantized weights (QLoRA) stay exact",
         "leaf_module": "only modules that contain blocks, or are outside of them, change the units",
         "stage3_module_granularity_threshold": "only modules that contain blocks, or are outside of them, "
         "change the units",

@@ -12,6 +12,7 @@ from torch import nn
 
 from launcher.config import Config
 from launcher.errors import ArgumentsError, ConfigError
+from launcher.zero.slot import is_quantized
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 STATES = "fp32_optimizer_states"
@@ -68,11 +69,6 @@ def special_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
     """
     packed = {name: p.dtype for name, p in model.named_parameters() if is_quantized(p)}
     return _configured_dtypes(config, model) | packed
-
-
-def is_quantized(parameter: nn.Parameter) -> bool:
-    """Return whether the elements of a parameter are packed bytes (bitsandbytes' 4-bit weights), not numbers."""
-    return hasattr(parameter, "quant_state")
 
 
 def _configured_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:

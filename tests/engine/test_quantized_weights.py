@@ -100,6 +100,16 @@ def test_no_stage_changes_a_byte(pool: WorkerPool, tmp_path: Path, stage: int, s
     assert at_rest == BYTES // (2 if stage == 3 else 1)
 
 
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_they_are_not_quantized_again(pool: WorkerPool, tmp_path: Path, storage: str, key: str) -> None:
+    config = config_of(3, zero_optimization={key: True})
+    losses, resumed, at_rest, same = pool.run(trained, 2, config, storage, tmp_path)[0]
+    exact = 1e-2 if key == "zero_quantized_weights" else 1e-6  # it rounds the adapters
+    assert losses == pytest.approx(plain(storage), rel=exact) and resumed == losses[1:]
+    assert at_rest == BYTES // 2 and same
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_16_bit_runs_leave_them_alone(pool: WorkerPool, tmp_path: Path, storage: str) -> None:
     """The dtype of the storage is none of the model: a cast to bf16 would destroy the weights."""

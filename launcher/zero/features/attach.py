@@ -11,6 +11,7 @@ from launcher.zero.features.user_gradients import ClaimedLeaves, LeafElsewhere, 
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.model import ZeroModel, live_models
+from launcher.zero.slot import is_quantized
 
 
 def attach_to_buffer(flat: FlatBuffer) -> None:
@@ -21,6 +22,8 @@ def attach_to_buffer(flat: FlatBuffer) -> None:
         from launcher.zero.features.second_shard import SecondShard
 
         flat.gather_features.append(SecondShard(flat, flat.axes.secondary))
+    if not _may_round(flat):
+        return
     if flat.policy.quantized_frozen and not flat.trainable:
         from launcher.zero.features.quantized import QuantizedShard
 
@@ -31,6 +34,11 @@ def attach_to_buffer(flat: FlatBuffer) -> None:
         from launcher.zero.features.quantized import QuantizedGather
 
         flat.gather_features.append(QuantizedGather(flat))
+
+
+def _may_round(flat: FlatBuffer) -> bool:
+    """Return whether all elements are numbers that need not be exact: no integers, no bytes of quantized weights."""
+    return flat.dtype.is_floating_point and not any(is_quantized(slot.leaf) for slot in flat.slots)
 
 
 def attach_to_gradient(gradient: FlatGradient) -> None:
