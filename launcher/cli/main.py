@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher import earlier_run
 from launcher.cli.launch_flags import launch_parser, refuse_unsupported, split_argv
-from launcher.cli.output import print_error
+from launcher.cli.output import EXIT_MISTAKE, print_error
 from launcher.cli.recipes import DEFAULT_RECIPE, SUBCOMMANDS, check_flags, find_config, shared_directory
 from launcher.cluster.secret import hide, hide_inherited, masked, secret_arguments, secrets_of
 from launcher.errors import ConfigError, LauncherError, printable
@@ -28,7 +28,6 @@ from launcher.replica import REPLICA, replica_of
 if TYPE_CHECKING:
     from launcher.config import Config
 
-EXIT_MISTAKE = 2
 logger = logging.getLogger("launcher")
 
 

@@ -13,6 +13,7 @@ from launcher.errors import ConfigError, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+EXIT_MISTAKE = 2  # in flags or in the configuration
 WIDE = 170  # columns when the output is not a terminal
 
 

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.cli.output import print_error
+from launcher.cli.output import EXIT_MISTAKE, print_error
 from launcher.errors import LauncherError, printable
 
 INTERVAL_S = 0.2
-EXIT_MISTAKE = 2
 
 Stamp = tuple[int, int, int] | None
 

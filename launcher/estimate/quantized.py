@@ -77,9 +77,8 @@ class Linear4bit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _UnpackedProduct.apply(x, self.weight, self.out_features)  # type: ignore[no-untyped-call]
-        return (
-            out if self.bias is None else out + self.bias
-        ).clone()  # PEFT clones it before it adds the adapter
+        out = out if self.bias is None else out + self.bias
+        return out.clone()  # by PEFT, before it adds the adapter
 
 
 class _UnpackedProduct(torch.autograd.Function):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-MOST_SIZES = (
-    8  # of one caller; more are of messages that vary, such as the tokens of experts, and share a row
-)
+MOST_SIZES = 8
+"""Message sizes of one caller that have rows of their own. More belong to messages that vary, such as the tokens of
+experts: they share one row."""
 
 CollectiveKey = tuple[str, str, int]
 """(operation, caller, message bytes)."""
