@@ -83,13 +83,13 @@ def _owners(parameters: list[Tensor]) -> Iterator[tuple[EngineCore, set[ParamSlo
 
 
 def _replace(functions: dict[Callable[..., Any], Callable[..., Any]]) -> None:
-    """Replace functions in all modules. A single pass, because there are about 100,000 names; nearly all modules have
-    none of the functions, which the first line of the loop finds out without running Python code for each name.
-    """
+    """Replace functions in all modules, in a single pass, because there are about 100,000 names."""
     by = {id(function): other for function, other in functions.items()}
     for module in list(sys.modules.values()):
         names: dict[str, Any] = getattr(module, "__dict__", {})
-        if by.keys().isdisjoint(map(id, names.values())):
+        if by.keys().isdisjoint(
+            map(id, names.values())
+        ):  # nearly always, and no Python code runs for each name
             continue
         for name in [name for name, value in names.items() if id(value) in by]:
             names[name] = by[id(names[name])]

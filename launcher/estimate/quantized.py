@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.errors import ConfigError
+from launcher.zero.slot import is_quantized
 
 BLOCK, NESTED_BLOCK = 64, 256
 """Weights that share a scale, and scales that share one (`bnb_4bit_use_double_quant`)."""
@@ -46,8 +47,8 @@ def pack_frozen(model: nn.Module) -> nn.Module:
 
 def whole_numel(parameter: nn.Parameter) -> int:
     """Return the number of weights of a parameter, packed or not."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else state.shape.numel()
+    packed: Any = parameter
+    return packed.quant_state.shape.numel() if is_quantized(parameter) else parameter.numel()
 
 
 def scale_bytes(model: nn.Module) -> int:
