@@ -48,6 +48,11 @@ def test_every_module_says_what_it_is_for() -> None:
     assert [str(path) for path in FILES if not purpose(path)] == []
 
 
+def test_no_file_is_too_long_to_read_at_once() -> None:
+    lines = {path: len((ROOT / "launcher" / path).read_text().splitlines()) for path in FILES}
+    assert [f"{path}: {count} lines" for path, count in lines.items() if count > 400] == []
+
+
 def test_the_page_of_files_is_of_today() -> None:
     page = ROOT / "docs" / "design" / "files.md"
     assert page.read_text() == files_page(), "run: python -m tests.pages"

@@ -1,4 +1,4 @@
-"""Gradient accumulation: tracks the accumulation boundary, and controls when gradients are reduced."""
+"""Gradient accumulation: the accumulation boundary, when gradients are reduced, and what their sum is divided by."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+from launcher.engine.finite import check_scales
 from launcher.errors import ConfigError, MisplacedCallError
 from launcher.zero.reduce import BackwardPlan
 
@@ -101,3 +102,26 @@ class AccumulationMixin:
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: gradients are reduced during backward, and completely before the optimizer steps."""
+
+    def gradient_divisor(self) -> float:
+        """Return the divisor of the gradients at the end of a step, without clipping."""
+        core = self._core()
+        mean = core._config.gradient_allreduce_op == "mean"
+        # the ranks of cp share one loss, so its gradient is averaged over cp even if it is summed over dp
+        of_ranks = core.zero.mean_divisor if mean else core.zero.sum_divisor * core.mesh.axes["cp"].degree
+        return self.divisor_of_local() * of_ranks
+
+    def divisor_of_local(self) -> float:
+        """Return the divisor of gradients that have not been reduced over the ranks."""
+        core = self._core()
+        scaled, steps = core.zero.hooks.losses_were_scaled, core.gradient_accumulation_steps()
+        if len(scaled) == 2:  # the loss scale was applied to only some losses of the step
+            check_scales(scaled, core.loss_scaler.scale, steps)
+        return steps if scaled == {False} else core.loss_scaler.scale
+
+    def samples_of_step(self) -> int:
+        """Return the number of sequences of the current step over all ranks."""
+        core = self._core()
+        if core.managed_gradient_accumulation():
+            return core.train_batch_size()
+        return core.train_micro_batch_size_per_gpu() * core.dp_world_size * core._backwards

@@ -28,7 +28,7 @@ from launcher.engine.clipping import Clipping
 from launcher.engine.curriculum import Curriculum
 from launcher.engine.dtypes import autocast_dtype
 from launcher.engine.engine_getters import EngineGetters, ModuleHolder
-from launcher.engine.finite import check_scales, skips_overflow, tell_overflow
+from launcher.engine.finite import skips_overflow, tell_overflow
 from launcher.engine.gradient_plan import GradientPlan
 from launcher.engine.nonfinite_tracer import NonFiniteTracer
 from launcher.engine.same_inputs import SameInputs
@@ -341,34 +341,14 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         section, number = self._config.replica_check, self.global_steps + 1
         return section.resting or any(n and number % n == 0 for n in (section.every, section.replay_every))
 
-    def gradient_divisor(self) -> float:
-        """Return the divisor of the gradients at the end of a step, without clipping."""
-        mean = self._config.gradient_allreduce_op == "mean"
-        # the ranks of cp share one loss, so its gradient is averaged over cp even if it is summed over dp
-        of_ranks = self.zero.mean_divisor if mean else self.zero.sum_divisor * self.mesh.axes["cp"].degree
-        return self.divisor_of_local() * of_ranks
-
-    def divisor_of_local(self) -> float:
-        """Return the divisor of gradients that have not been reduced over the ranks."""
-        scaled = self.zero.hooks.losses_were_scaled
-        if len(scaled) == 2:  # the loss scale was applied to only some losses of the step
-            check_scales(scaled, self.loss_scaler.scale, self.gradient_accumulation_steps())
-        return self.gradient_accumulation_steps() if scaled == {False} else self.loss_scaler.scale
-
     def _count(self, overflow: bool) -> None:
         self._applied = not overflow
         self.skipped_steps += overflow
         self.global_steps += 1
-        samples = self._samples()
+        samples = self.samples_of_step()
         self.global_samples += samples
         self._backwards = 0
         self.telemetry.counted(self, samples)
-
-    def _samples(self) -> int:
-        """Return the number of sequences of the current step over all ranks."""
-        if self.managed_gradient_accumulation():
-            return self.train_batch_size()
-        return self.train_micro_batch_size_per_gpu() * self.dp_world_size * self._backwards
 
     def abandon_step(self) -> None:
         """Discard the microbatches since the last optimizer step."""

@@ -1,4 +1,5 @@
-"""Creates the `deepspeed` package that scripts see, from `served.py`, `constants.py` and `refused.py`.
+"""Creates the `deepspeed` package that scripts see, from the tables in `served.py`, `whole_modules.py`,
+`constants.py` and `refused.py`.
 
 Its only file is `shim/deepspeed/__init__.py`. Submodules are created on demand and names are resolved on
 first access, so importing the package is cheap. A name that is not available raises an error with the reason.
@@ -20,7 +21,8 @@ from typing import Any
 from launcher.integrations.constants import NAMED, VALUES, constants_of
 from launcher.integrations.only_called import ONLY_CALLS, only_called
 from launcher.integrations.refused import PACKAGE, NoSuchModule, NotHere, missing
-from launcher.integrations.served import NAMES, REST, VERSION
+from launcher.integrations.served import NAMES, VERSION
+from launcher.integrations.whole_modules import WHOLE_MODULES
 
 DIRECTORY = Path(__file__).parent / "shim"
 """The directory to put on sys.path: the package and its metadata."""
@@ -48,7 +50,7 @@ __all__ = [
 
 def _with_parents() -> frozenset[str]:
     found = {""}
-    for module in {*NAMES, *REST, *NAMED, *VALUES, *ONLY_CALLS}:
+    for module in {*NAMES, *WHOLE_MODULES, *NAMED, *VALUES, *ONLY_CALLS}:
         parts = module.split(".")
         found |= {".".join(parts[:number]) for number in range(1, len(parts) + 1)}
     return frozenset(found)
@@ -78,7 +80,7 @@ def look_up(module: str, name: str) -> Any:
         constants = constants_of(module)
         if name in constants:
             return constants[name]
-        for home in REST.get(module, ()):
+        for home in WHOLE_MODULES.get(module, ()):
             rest = importlib.import_module(home)
             if hasattr(rest, name):
                 return getattr(rest, name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import zip_longest
 from types import MethodType
@@ -29,7 +28,6 @@ from launcher.optim.states import FlatState
 from launcher.optim.whole import Stepped, WholeOptimizer
 from launcher.zero import ParamSlice, ZeroModel
 from launcher.zero.features.user_gradients import engine_optimizers
-from launcher.zero.flat import tiles
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.slot import ParamSlot
 
@@ -98,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = list(groups)
         self._group_of = {name: i for i, group in enumerate(groups) for name in group["names"]}
         self.inner = factory([self._sliced(group) for group in groups])
-        self._inner_step = self.inner.step
+        self.inner_step = self.inner.step
         engine_optimizers.update((self, self.inner))
         self._take_calls()
         self._widen_first_state()
@@ -226,27 +224,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ]
         )
 
-    @contextmanager
-    def _scaling_inside(self, scale: float, device: torch.device) -> Iterator[float]:
-        """Let torch's fused kernels divide the gradients themselves, if possible; yield the factor left to
-        apply."""
-        fused = all(group.get("fused") for group in self.param_groups)
-        if scale in (0.0, 1.0) or not fused or isinstance(self.inner, WholeOptimizer):
-            yield scale
-            return
-        inner: Any = self.inner
-        inner.grad_scale = torch.full((), 1 / scale, device=device)
-        try:
-            yield 1.0
-        finally:
-            del inner.grad_scale
-
     def _step_buffer(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule | None) -> bool:
         """Step the owned range of a buffer; return whether `params_beside_master` was written."""
         if rule is not None and gradient.flat.master.device.type == "cpu":
             return self._step_in_one_pass(gradient, scale, rule)
-        with self._scaling_inside(scale, gradient.flat.master.device) as scale:
-            self._step_by_tiles(gradient, scale)
+        from launcher.optim import tiled
+
+        tiled.step(self, gradient, scale=scale, dtype=self._widened(gradient.flat.master_dtype))
         return False
 
     def _step_in_one_pass(self, gradient: FlatGradient, scale: float, rule: one_pass.FusedRule) -> bool:
@@ -288,34 +272,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group = self.param_groups[index]
             one_pass.step(rule, group, items, scale=scale, dtype=dtype, compiles=self.compiles)
         return stepped
-
-    def _step_by_tiles(self, gradient: FlatGradient, scale: float) -> None:
-        flat, owned, master = gradient.flat, gradient.owned, gradient.flat.master
-        dtype = self._widened(master.dtype)
-        owned = _in_dtype(owned.to(master.device), torch.promote_types(owned.dtype, dtype))
-        if scale != 1.0:
-            owned.mul_(scale)
-        owned = owned.to(dtype)
-        masters = dict(flat.owned_views(master))
-        used = [(slot, part) for slot, part in flat.owned_views(owned) if slot.used]
-        for tile in tiles(used, self.sub_group_size):
-            for slot, part in tile:
-                self._widen(self.tensors[slot.name], part, masters[slot])
-            self._inner_step()
-            for slot, _ in tile:
-                self._narrow(self.tensors[slot.name], masters[slot])
-
-    def _widen(self, tensor: nn.Parameter, gradient: Tensor, master: Tensor) -> None:
-        """Pass a gradient to the inner optimizer, with the weights in the dtype of their step."""
-        if master.dtype != gradient.dtype:
-            tensor.data = master.to(gradient.dtype)
-        tensor.grad = gradient
-
-    def _narrow(self, tensor: nn.Parameter, master: Tensor) -> None:
-        tensor.grad = None
-        if master.dtype != tensor.dtype:
-            master.copy_(tensor.data)
-            tensor.data = master
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zero.discard()
@@ -381,15 +337,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         from launcher.optim.saved_groups import take_options
 
         take_options(self.param_groups, state_dict, self.group_names())
-
-
-def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in a dtype. On a GPU torch's foreach copy has twice the bandwidth of a plain copy."""
-    if tensor.dtype == dtype or not tensor.is_cuda:
-        return tensor.to(dtype)
-    wide = torch.empty_like(tensor, dtype=dtype)
-    torch._foreach_copy_([wide], [tensor])
-    return wide
 
 
 # ---- the order of a step, also used by the memory estimate ----------------------------------
