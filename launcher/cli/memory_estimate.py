@@ -135,7 +135,7 @@ def _estimate(flags: argparse.Namespace) -> int:
     if flags.lora:
         from launcher.estimate.adapters import EVERY_LAYER, check_adapters, with_adapters
 
-        check_adapters(config, rehearsed=flags.dry_run)
+        check_adapters(config, rehearsed=flags.dry_run, packed=flags.load_in_4bit)
         model = with_adapters(build_on_meta(model), flags.lora, flags.lora_targets or EVERY_LAYER)
     if flags.load_in_4bit:
         from launcher.estimate.quantized import pack_frozen

@@ -187,7 +187,7 @@ def trained_work(
         from launcher.estimate.quantized import pack_frozen
 
         pack_frozen(model)  # after its products are counted
-    return described, replace(work, expert_load=flags.expert_load)
+    return described, replace(work, expert_load=flags.expert_load, packed=flags.load_in_4bit)
 
 
 def search(

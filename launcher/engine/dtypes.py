@@ -12,7 +12,7 @@ from torch import nn
 
 from launcher.config import Config
 from launcher.errors import ArgumentsError, ConfigError
-from launcher.zero.slot import is_quantized
+from launcher.tensor.split import is_quantized
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 STATES = "fp32_optimizer_states"

@@ -46,16 +46,16 @@ def with_adapters(model: PreTrainedModel, rank: int, targets: str = EVERY_LAYER)
     return adapted.train()
 
 
-def check_adapters(config: Config, *, rehearsed: bool) -> None:
+def check_adapters(config: Config, *, rehearsed: bool, packed: bool) -> None:
     """Raise for configurations that are not supported with adapters.
 
     Raises:
-        ConfigError: the JSON uses tensor parallelism, or pipeline stages without --dry-run.
+        ConfigError: the JSON uses tensor parallelism with packed weights, or pipeline stages without --dry-run.
     """
-    if config.tensor_parallel.degree > 1:
+    if config.tensor_parallel.degree > 1 and packed:
         raise ConfigError(
-            "tensor parallelism is not supported with LoRA adapters",
-            where="--lora",
+            "weights of 4 bits cannot be split over tensor-parallel ranks",
+            where="--load-in-4bit",
             fix="use ZeRO stage 3 instead of tensor_parallel",
         )
     if config.pipeline.degree > 1 and not rehearsed:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.errors import ConfigError
-from launcher.zero.slot import is_quantized
+from launcher.tensor.split import is_quantized
 
 BLOCK, NESTED_BLOCK = 64, 256
 """Weights that share a scale, and scales that share one (`bnb_4bit_use_double_quant`)."""

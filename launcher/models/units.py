@@ -18,6 +18,15 @@ SPREAD_OVER = "_launcher_spread_over"
 """Attribute of an experts module built by a script: the number of ranks to shard the experts over."""
 
 
+def transformers_model_in(model: nn.Module) -> nn.Module:
+    """Return the transformers model that `model` wraps (PEFT, a value head); `model` itself if it is one, or if
+    it contains none or several."""
+    from transformers import PreTrainedModel
+
+    found = _outermost((name, m) for name, m in model.named_modules() if isinstance(m, PreTrainedModel))
+    return found[0][1] if len(found) == 1 else model
+
+
 def holds_experts(module: nn.Module) -> bool:
     """Return whether a module holds the experts of a layer, with the call interface of transformers."""
     return module.__dict__.keys() >= EXPERTS

@@ -181,7 +181,7 @@ def _neighbours(work: ModelWork, layout: Layout, batch: int) -> Iterator[tuple[s
     """Yield (name of the change, layout) for each single change to the layout."""
     world = layout.world
     for tp in (layout.tp // 2, layout.tp * 2):
-        if tp in TENSOR and not work.adapters and world % (tp * layout.pp * layout.cp) == 0:
+        if tp in TENSOR and not work.packed and world % (tp * layout.pp * layout.cp) == 0:
             yield from _with_mesh(f"tp {tp}", layout, tp, layout.pp, layout.cp, batch)
     for pp in (layout.pp // 2, layout.pp * 2):
         if pp and world % (pp * layout.tp * layout.cp) == 0 and not work.unstaged:

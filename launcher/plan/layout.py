@@ -143,7 +143,7 @@ def meshes(work: ModelWork, world: int) -> Iterator[tuple[int, int, int, int]]:
     for tp, cp in product(TENSOR, CONTEXT):
         if world % (tp * cp) or work.heads % tp or (cp > 1 and work.sequence < cp * ENOUGH):
             continue
-        if tp > 1 and work.adapters:  # adapters are not split over tp
+        if tp > 1 and work.packed:
             continue
         if cp > 1 and work.in_one_piece:
             continue

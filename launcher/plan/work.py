@@ -48,6 +48,7 @@ class ModelWork:
         costs: costs of the blocks and the ends, by which stages are cut; None for equal blocks and free ends.
         weight_flops: the part of `flops` in products with weights; the rest is attention.
         adapters: parameters of LoRA adapters if only these are trained; 0 if all parameters are trained.
+        packed: the frozen weights are packed bytes, which tensor parallelism cannot split.
         operations: operations that the forward of all blocks launches, views included.
     """
 
@@ -69,6 +70,7 @@ class ModelWork:
     costs: LayerCosts | None = None
     weight_flops: float = 0.0
     adapters: int = 0
+    packed: bool = False
     operations: int = 0
 
     @property

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from launcher.comm import Axis, Mesh
+from launcher.models.units import transformers_model_in
 from launcher.sequence.arguments import (
     CACHE,
     NoCache,
@@ -55,10 +56,10 @@ def causal_lm_in(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model itself, or the one wrapped by `model` (PEFT, a value head).
 
     Raises:
-        ConfigError: `model` contains no transformers model.
+        ConfigError: `model` contains no transformers model, or several.
     """
-    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if found is None:
+    found = transformers_model_in(model)
+    if not isinstance(found, PreTrainedModel):
         raise refused(model, "is not a transformers model")
     return found
 

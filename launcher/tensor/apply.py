@@ -12,17 +12,27 @@ from transformers import PreTrainedModel
 
 from launcher.comm import Axis, broadcast
 from launcher.errors import ConfigError
-from launcher.models.units import ends_of, unit_modules
+from launcher.models.units import ends_of, transformers_model_in, unit_modules
+from launcher.tensor.adapters import (
+    BASE,
+    adapter_rules,
+    adapts_a_linear,
+    check_wrapped,
+    holds_copies,
+    modules_before_peft,
+    unwrapped,
+    wrappers_of,
+)
 from launcher.tensor.counts import divide, head_size, resize, shared_by_groups
 from launcher.tensor.dropout import RandomStreams, drops_out
 from launcher.tensor.head import keep_logits_split
-from launcher.tensor.layers import SplitInfo, swap
+from launcher.tensor.layers import ColumnParallel, SplitInfo, VocabularyHead, give_own_backward, swap
 from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
 from launcher.tensor.plan import WHERE, matching, model_type_of, number_of, plan_of
 from launcher.tensor.plans import WITHOUT_SEQUENCE
 from launcher.tensor.rule import SplitRule
 from launcher.tensor.sequence import SequenceParallel
-from launcher.tensor.split import Split
+from launcher.tensor.split import Split, is_quantized
 from launcher.tensor.split_model import SplitModel, TensorParallelOptions
 from launcher.tensor.styles import STYLES, Style, split_dim
 
@@ -62,7 +72,9 @@ class _Splitter:
         plan: Mapping[str, SplitRule],
     ) -> None:
         self.model, self.axis, self.options = model, axis, options
-        self.config: Any = getattr(model, "config", None)
+        self.inner = transformers_model_in(model)  # PEFT and value heads wrap it
+        self.config: Any = getattr(self.inner, "config", None)
+        self.wrappers = wrappers_of(model)
         self.left = {name.rpartition(".")[0] for name in options.whole}  # modules
         self.rows = [(matching(pattern), rule) for pattern, rule in plan.items()]
         streams = RandomStreams(axis, device, on=drops_out(model))
@@ -80,13 +92,13 @@ class _Splitter:
     def run(self) -> dict[str, Split]:
         for name, module, rule in list(self._modules()):
             self._split_module(name, module, rule)
-        for name, module in self.model.named_modules():
+        for name, module in modules_before_peft(self.model):
             for key in list(module._parameters):
                 own = self._rule_of(f"{name}.{key}" if name else key)
                 if own is not None and name not in self.left:
                     self._split_parameter(name, module, key, own, named=False)
         self._follow()
-        keep_logits_split(self.model, self.axis, ends_of(self.model)[1], self.options.split_logits)
+        keep_logits_split(self.inner, self.axis, ends_of(self.inner)[1], self.options.split_logits)
         if self.options.sequence:
             self.partial |= self._slice_sequences()
         named = ((n, p) for n, p in self.model.named_parameters() if n not in self.options.whole)
@@ -94,15 +106,15 @@ class _Splitter:
 
     def _slice_sequences(self) -> set[nn.Parameter]:
         """Install sequence parallelism, and return the parameters whose gradients become partial by it."""
-        text = self.config.get_text_config() if isinstance(self.model, PreTrainedModel) else None
-        for kind in {model_type_of(self.model), getattr(text, "model_type", "")} & set(WITHOUT_SEQUENCE):
+        text = self.config.get_text_config() if isinstance(self.inner, PreTrainedModel) else None
+        for kind in {model_type_of(self.inner), getattr(text, "model_type", "")} & set(WITHOUT_SEQUENCE):
             raise ConfigError(
                 f"models of type {kind} do not support sequence parallelism: {WITHOUT_SEQUENCE[kind]}",
                 where="tensor_parallel.sequence_parallel",
                 fix="set it to false",
             )
         known = {*self.split, *self.partial}
-        inside = set(_decoder_of(self.model).modules())  # excludes blocks of an image tower
+        inside = set(_decoder_of(self.inner).modules())  # excludes blocks of an image tower
         blocks = [(name, block) for name, block in unit_modules(self.model) if block in inside]
         made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.options.overlaps)
         made.install()
@@ -132,29 +144,47 @@ class _Splitter:
 
     def _modules(self) -> Iterator[tuple[str, nn.Module, SplitRule]]:
         """Yield the modules with a rule. Embedding and head are split over the vocabulary where possible."""
-        embedding, head = ends_of(self.model)
-        for name, module in self.model.named_modules():
+        embedding, head = (unwrapped(end) for end in ends_of(self.inner))
+        for name, module in modules_before_peft(self.model):
             rule = self._rule_of(name)
+            if module in (embedding, head) and holds_copies(module):  # works whole, on every rank
+                continue
             if module is head and isinstance(module, nn.Linear):
                 if rule is None or STYLES[rule.style].gathers:
                     rule = SplitRule("vocabulary_head")
             elif module is embedding and rule is None and isinstance(module, nn.Embedding):
                 rule = SplitRule("embedding_rowwise")
             if rule is not None and name not in self.left:
+                check_wrapped(name, self.wrappers.get(module, module), rule)
                 yield name, module, rule
 
     def _split_module(self, name: str, module: nn.Module, rule: SplitRule) -> None:
-        style = STYLES[rule.style]
+        style, adapted = STYLES[rule.style], self._adapted(module)
         if style.mixin is not None:
-            swap(module, style.mixin, self._layer(name, module, rule, style))
+            layer = self._layer(name, module, rule, style)
+            if adapted is None:
+                swap(module, style.mixin, layer)
+            else:
+                layer.inner = BASE
+                give_own_backward(module)  # which, unlike Conv1D's forward, works without the bias
+                swap(adapted, ColumnParallel if style.mixin is VocabularyHead else style.mixin, layer)
         for key in list(module._parameters):
             self._split_parameter(name, module, key, rule, named=True)
+        for factor, own in () if adapted is None else adapter_rules(adapted, name, rule):
+            for key in list(factor._parameters):
+                self._split_parameter(name, factor, key, own, named=True)
+            resize(factor, STYLES[own.style].side)
         for attribute in rule.divide:
             try:
                 divide(module, attribute, self.axis.degree, replicates=rule.replicates)
             except IndivisibleError as error:
                 raise self._indivisible(f"{name}.{attribute}", error.count) from None
         resize(module, style.side)
+
+    def _adapted(self, module: nn.Module) -> nn.Module | None:
+        """Return the wrapper which takes the place of a linear layer with LoRA adapters; None without any."""
+        wrapper = self.wrappers.get(module)
+        return wrapper if wrapper is not None and adapts_a_linear(wrapper) else None
 
     def _layer(self, name: str, module: nn.Module, rule: SplitRule, style: Style) -> SplitInfo:
         layer = SplitInfo(self.axis, name, self.options.overlaps, self.streams)
@@ -197,6 +227,8 @@ class _Splitter:
         parameter, style = module._parameters[key], STYLES[rule.style]
         if parameter is None or parameter in self.split:
             return
+        if is_quantized(parameter) or not (parameter.is_floating_point() or parameter.is_complex()):
+            raise _packed(f"{name}.{key}")
         if parameter in self.local:  # tied: split as at its first occurrence
             module._parameters[key] = self.local[parameter]
             return
@@ -256,6 +288,15 @@ class _Splitter:
             where=WHERE,
             fix=f"use a degree of {', '.join(map(str, valid))}",
         )
+
+
+def _packed(name: str) -> ConfigError:
+    return ConfigError(
+        f"the weights of {name} are quantized to packed bytes, which cannot be split over tensor-parallel ranks",
+        where=WHERE,
+        fix="remove tensor_parallel: ZeRO stage 3 shards them, and pipeline stages hold only their own layers; "
+        "or load the model without quantization",
+    )
 
 
 def _decoder_of(model: nn.Module) -> nn.Module:

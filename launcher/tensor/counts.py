@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from launcher.tensor.parts import IndivisibleError
 
@@ -69,6 +70,8 @@ def resize(module: nn.Module, side: str | None) -> None:
         return
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = weight.shape
+    if isinstance(module, Conv1D):
+        module.nx, module.nf = weight.shape
     if isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = weight.shape
         layer: Any = module.split

@@ -54,6 +54,7 @@ class SplitInfo:
         linear: whether the module's own forward is that of nn.Linear or Conv1D; set by `swap`.
         heads: keyword arguments that have a value per head -> (their head dim, total heads of all ranks).
         once: parameters that are added to an output which is summed over the ranks.
+        inner: name of the child that has the bias, if it is a layer with adapters (`adapters.py`).
     """
 
     axis: Axis
@@ -71,12 +72,18 @@ class SplitInfo:
     linear: bool = False
     heads: dict[str, tuple[int, int]] = field(default_factory=dict)
     once: tuple[str, ...] = ()
+    inner: str = ""
 
 
 class SplitModule(nn.Module):
     """A module of whose parameters this rank holds a shard."""
 
     split: SplitInfo
+
+    def own_parameters(self) -> dict[str, nn.Parameter | None]:
+        """Return the parameters of the layer itself, without those of its adapters."""
+        inner = self.split.inner
+        return self._modules[inner]._parameters if inner else self._parameters  # type: ignore[union-attr]
 
 
 class ColumnParallel(SplitModule):
@@ -116,16 +123,17 @@ class RowParallel(SplitModule):
         split = self.split
         if split.slices:
             x = slice_along(x, split.axis, -1, split.name)
-        bias = self._parameters.get("bias")
+        parameters = self.own_parameters()
+        bias = parameters.get("bias")
         try:
             if split.linear:
                 y = linear_of(self, x, biased=False)
             else:
-                self._parameters["bias"] = None
+                parameters["bias"] = None
                 y = super().forward(x, *args, **kwargs)
         finally:
             if not split.linear:
-                self._parameters["bias"] = bias
+                parameters["bias"] = bias
             split.streams.end_split()  # also if a recomputation stops early, which it does by an exception
         if split.sequence is not None and split.sequence.active and 0 < split.scatters <= y.dim():
             y = leave_scattered(y, split.axis, split.name)

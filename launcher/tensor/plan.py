@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from launcher.config import PartitionConfig
 from launcher.errors import ConfigError, first_names
+from launcher.models.units import transformers_model_in
+from launcher.tensor.adapters import modules_before_peft, parameters_before_peft
 from launcher.tensor.plans import PLANS, WITHOUT_PLAN
 from launcher.tensor.rule import SplitRule
 from launcher.tensor.styles import STYLES, split_dim
@@ -43,8 +44,13 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, S
     Raises:
         ConfigError: there is no plan, or a rule of the config does not fit the model.
     """
-    kind = model_type_of(model)
-    rows = {**_of_model(model), **_of_table(model, kind)}
+    inner = transformers_model_in(model)
+    kind = model_type_of(inner)
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is inner)
+    rows = {
+        pattern if pattern.startswith("*.") else prefix + pattern: row
+        for pattern, row in {**_of_model(inner), **_of_table(inner, kind)}.items()
+    }
     plan = {pattern: row if isinstance(row, SplitRule) else SplitRule(row) for pattern, row in rows.items()}
     if own is not None:
         return {**_rows_of(own, model, kind, planned=_named(plan, model)), **plan}
@@ -61,7 +67,7 @@ def plan_of(model: nn.Module, own: PartitionConfig | None = None) -> dict[str, S
 
 def _named(plan: Mapping[str, SplitRule], model: nn.Module) -> set[str]:
     """Return the names of the modules and parameters that a plan matches."""
-    names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
+    names = [*dict(modules_before_peft(model)), *parameters_before_peft(model)]
     patterns = [matching(pattern) for pattern in plan]
     return {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}
 
@@ -72,11 +78,11 @@ def _rows_of(own: PartitionConfig, model: nn.Module, kind: str, planned: set[str
     rules = rules_of(own, kind)
     weights = {
         f"{name}.weight": module
-        for name, module in model.named_modules()
+        for name, module in modules_before_peft(model)
         if isinstance(module, (nn.Linear, Conv1D, nn.Embedding))
     }
     linear = [name for name, module in weights.items() if not isinstance(module, nn.Embedding)]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = parameters_before_peft(model)
     known = planned | {f"{name}.weight" for name in planned}
     check_rules(own, rules, list(parameters), linear, known)
     rows = {}
@@ -151,7 +157,7 @@ def matching(pattern: str) -> re.Pattern[str]:
 
 
 def _how_to_write_one(model: nn.Module) -> str:
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name for name, module in modules_before_peft(model) if isinstance(module, nn.Linear)}
     names = sorted({re.sub(r"\d+", "*", name) for name in linears})
     return (
         'add tensor_parallel.partition_config.layer_specs: {"patterns": [REGEX], "partition_type": '

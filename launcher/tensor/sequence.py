@@ -102,7 +102,11 @@ class SequenceParallel:
         reducing = [m for m in region.modules() if isinstance(m, _REDUCING)]
         if not reducing and _splits_features(region):  # its output, of whole sequences, is for another region
             return
-        if len(reducing) == 1 and isinstance(reducing[0], RowParallel) and self._all_know(region):
+        if (
+            len(reducing) == 1
+            and isinstance(reducing[0], RowParallel)
+            and self._all_know(region, reducing[0])
+        ):
             reducing[0].split.scatters = 3
             self._sees_a_slice(reducing[0])
         elif self.streams.on and any(isinstance(m, nn.Dropout) and m.p > 0 for m in region.modules()):
@@ -113,17 +117,18 @@ class SequenceParallel:
             )
         region.register_forward_hook(self._after_region(name))
 
-    def _all_know(self, region: nn.Module) -> bool:
+    def _all_know(self, region: nn.Module, row: RowParallel) -> bool:
         """Return whether `summed` has all parameters of unsplit modules in the region. One that is missing,
         and applied to a slice after the reduce-scatter, would have a partial gradient that is not summed."""
-        plain = [module for module in region.modules() if not isinstance(module, SplitModule)]
+        inner = row._modules.get(row.split.inner)  # a layer with adapters; `_sees_a_slice` adds its bias
+        plain = [m for m in region.modules() if not isinstance(m, SplitModule) and m is not inner]
         return self.summed.issuperset(
             p for module in plain for p in module._parameters.values() if p is not None
         )
 
-    def _sees_a_slice(self, row: nn.Module) -> None:
+    def _sees_a_slice(self, row: SplitModule) -> None:
         """Mark the bias as partial: it is added to this rank's slice."""
-        self.partial |= {p for key, p in row._parameters.items() if key == "bias" and p is not None}
+        self.partial |= {p for key, p in row.own_parameters().items() if key == "bias" and p is not None}
 
     # ---- pipeline stages --------------------------------------------------------------------
 

@@ -16,13 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from launcher.comm import Axis, all_reduce
 from launcher.tensor.rectangles import Rectangle, rectangles
 
 # Reads a box of a logical parameter: (offsets, sizes) -> tensor of shape `sizes`.
 BoxReader = Callable[[Sequence[int], Sequence[int]], Tensor]
+
+
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Return whether the elements of a parameter are packed bytes (bitsandbytes' 4-bit weights), not numbers."""
+    return hasattr(parameter, "quant_state")
 
 
 @dataclass(frozen=True)

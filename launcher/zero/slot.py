@@ -25,11 +25,6 @@ ParamReader = Callable[[str, int, int], Tensor]
 NO_OTHERS = Axis("pp")
 
 
-def is_quantized(parameter: nn.Parameter) -> bool:
-    """Return whether the elements of a parameter are packed bytes (bitsandbytes' 4-bit weights), not numbers."""
-    return hasattr(parameter, "quant_state")
-
-
 @dataclass(eq=False)
 class ParamSlot:
     """One parameter of a flat buffer.

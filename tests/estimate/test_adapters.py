@@ -33,6 +33,14 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
             "zero_optimization": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
         },
     ),
+    "split layers": (2, {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}),
+    "split layers and sequences": (
+        4,
+        {
+            "zero_optimization": {"stage": 3},
+            "tensor_parallel": {"autotp_size": 2, "sequence_parallel": True},
+        },
+    ),
     "sequences shared": (2, {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}),
 }
 
@@ -100,13 +108,13 @@ def test_what_is_trained_is_counted() -> None:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor parallelism is not supported with LoRA adapters"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "weights of 4 bits cannot be split"),
         ({"pipeline": {"stages": 2}}, r"pipeline stages with LoRA adapters are not supported[^!]*--dry-run"),
     ],
 )
 def test_what_they_do_not_go_with_is_refused(sections: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_adapters(config_of(**sections), rehearsed=False)
+        check_adapters(config_of(**sections), rehearsed=False, packed=True)
 
 
 def test_layers_that_are_not_there_are_named() -> None:

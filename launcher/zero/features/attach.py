@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from launcher.tensor.split import is_quantized
 from launcher.zero.features.edits import ParameterEdits
 from launcher.zero.features.handle_gradients import follow_handles
 from launcher.zero.features.outside import gather_for_one_call
@@ -11,7 +12,6 @@ from launcher.zero.features.user_gradients import ClaimedLeaves, LeafElsewhere, 
 from launcher.zero.flat import FlatBuffer
 from launcher.zero.gradients import FlatGradient
 from launcher.zero.model import ZeroModel, live_models
-from launcher.zero.slot import is_quantized
 
 
 def attach_to_buffer(flat: FlatBuffer) -> None:

@@ -1,0 +1,123 @@
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685) of split layers, as PEFT adds them.
+
+PEFT puts a wrapper in the place of a layer: `base_layer` with W [out, in], and y = W x + B A x with A [r, in]
+and B [out, r]. The wrapper becomes the split layer, so both terms share its collectives:
+
+style        W               A                        B
+column       out features    whole, partial gradient  out features
+row          in features     in features              whole, partial gradient
+
+A partial gradient is one term of a sum over the ranks: a matrix that is whole on every rank has its other factor
+split. These sums are part of the reduction of gradients; adapters add no collective to forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from launcher.errors import ConfigError
+from launcher.tensor.rule import SplitRule
+from launcher.tensor.styles import STYLES, Style
+
+BASE = "base_layer"
+_SUMMED = SplitRule("replicated_with_grad_allreduce")
+_COPIES = ("modules_to_save", "token_adapter")
+"""Children of PEFT's wrappers that hold copies of a module."""
+_FIX = "use ZeRO stage 3 or pipeline stages instead of tensor_parallel, or adapt it with plain LoRA"
+
+
+def modules_before_peft(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model, those that PEFT has wrapped under the names that they had before; without
+    the wrappers and their adapters."""
+    wrapper = ""
+    for name, module in model.named_modules():
+        if wrapper and name.startswith(f"{wrapper}."):
+            path = f"{name}.".removeprefix(f"{wrapper}.")
+            if path.startswith(f"{BASE}."):
+                yield f"{wrapper}.{path.removeprefix(f'{BASE}.')}".rstrip("."), module
+        elif is_wrapper(module):
+            wrapper = name
+        else:
+            yield name, module
+
+
+def parameters_before_peft(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of `modules_before_peft` by name, tied ones under each of their names."""
+    return {
+        f"{name}.{key}" if name else key: parameter
+        for name, module in modules_before_peft(model)
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
+def wrappers_of(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the wrapper of each wrapped layer."""
+    return {module._modules[BASE]: module for module in model.modules() if is_wrapper(module)}  # type: ignore[misc]
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    return module._modules.get(BASE) is not None and hasattr(module, "adapter_layer_names")
+
+
+def unwrapped(module: nn.Module | None) -> nn.Module | None:
+    """Return the layer inside of a wrapper, else the module itself."""
+    return module._modules[BASE] if module is not None and is_wrapper(module) else module
+
+
+def adapts_a_linear(wrapper: nn.Module) -> bool:
+    """Return whether it adds the product of two matrices to the output of a linear layer."""
+    return len(getattr(wrapper, "lora_A", ())) > 0
+
+
+def holds_copies(module: nn.Module) -> bool:
+    """Return whether PEFT trains a copy of a layer here, or of some of its rows."""
+    return hasattr(module, "original_module") and any(hasattr(module, key) for key in _COPIES)
+
+
+def adapter_rules(wrapper: Any, name: str, rule: SplitRule) -> Iterator[tuple[nn.Module, SplitRule]]:
+    """Yield the layers A and B of every adapter of a split layer, each with its rule.
+
+    Raises:
+        ConfigError: one of the adapters cannot be split like that.
+    """
+    style = STYLES[rule.style]
+    for key in wrapper.lora_A:
+        a, b = wrapper.lora_A[key], wrapper.lora_B[key]
+        _check(wrapper, name, key, style)
+        if style.side == "out":
+            yield from ((a, _SUMMED), (b, rule))
+        elif style.side == "in":
+            yield from ((a, rule), (b, _SUMMED))
+
+
+def check_wrapped(name: str, module: nn.Module, rule: SplitRule) -> None:
+    """Check that a module which a rule splits is not wrapped by adapters that do not support it.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if STYLES[rule.style] == Style():
+        return
+    if is_wrapper(module) and not adapts_a_linear(module) and not hasattr(module, "lora_embedding_A"):
+        raise _unsupported(name, f"adapters of type {type(module).__name__}")
+    if type(module).__name__ == "ParamWrapper":
+        raise _unsupported(name, "LoRA adapters of single parameters (target_parameters)")
+    if holds_copies(module):
+        raise _unsupported(name, "a trained copy of a layer (modules_to_save)")
+
+
+def _check(wrapper: Any, name: str, key: str, style: Style) -> None:
+    if key in getattr(wrapper, "lora_magnitude_vector", ()) or key in getattr(wrapper, "lora_variant", ()):
+        raise _unsupported(name, "a variant of LoRA (DoRA or another)")
+    if style.side == "in" and wrapper.lora_B[key].bias is not None:
+        raise _unsupported(name, "a LoRA adapter with lora_bias, on a layer with split inputs")
+
+
+def _unsupported(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{name} has {what}, which tensor parallelism does not support", where="tensor_parallel", fix=_FIX
+    )

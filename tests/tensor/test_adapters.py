@@ -1,0 +1,179 @@
+"""Layers with LoRA adapters are split like those without: both factors follow their layer."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from torch import Tensor, nn
+
+from launcher.comm import record_collectives
+from launcher.errors import ConfigError
+from launcher.tensor.adapters import modules_before_peft
+from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import PlainRun, batch, tiny_gpt2, tiny_llama, train_plain
+from tests.tensor.running import CLIP, LR, advance, config_of, engine_of, whole_state
+
+STEPS = 3
+BLOCKS = {"r": 4, "target_modules": "all-linear"}
+MODELS: dict[str, Any] = {
+    "llama": lambda: adapted(tiny_llama(layers=2, attention_bias=True)),
+    "tied, 67 ids": lambda: adapted(tiny_llama(tied=True, layers=2, vocab=67)),
+    "gpt2": lambda: adapted(tiny_gpt2(layers=2), fan_in_fan_out=True),
+    "head and embedding": lambda: adapted(
+        tiny_llama(layers=2), target_modules=["q_proj", "down_proj", "lm_head", "embed_tokens"]
+    ),
+    "bias": lambda: adapted(tiny_llama(layers=2), lora_bias=True, target_modules=["q_proj", "up_proj"]),
+    "trained head": lambda: adapted(tiny_llama(layers=2), modules_to_save=["lm_head", "embed_tokens"]),
+}
+
+
+def adapted(model: nn.Module, **options: Any) -> PeftModel:
+    torch.manual_seed(1)
+    config = LoraConfig(**{**BLOCKS, **options}, task_type="CAUSAL_LM", init_lora_weights=False)
+    return get_peft_model(model, config).train()  # type: ignore[arg-type]
+
+
+@cache
+def truth(kind: str) -> PlainRun:
+    adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1)
+    return train_plain(MODELS[kind](), batch, adamw, STEPS + 1, clip=CLIP)
+
+
+def trained(
+    ctx: RankContext, kind: str, tp: int, stage: int, sequence: bool, directory: Path
+) -> dict[str, Any]:
+    engine = engine_of(tp, config_of(stage), MODELS[kind](), sequence=sequence)
+    losses, norms = advance(engine, range(STEPS))
+    state = whole_state(engine)
+    engine.save_checkpoint(directory, "saved")
+    with record_collectives() as records:
+        more = advance(engine, [STEPS])
+    consolidated = engine._zero3_consolidated_16bit_state_dict()
+    return {
+        "losses": losses + more[0],
+        "norms": norms + more[1],
+        "state": state,
+        "consolidated": consolidated,
+        "tags": [record.tag for record in records],
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "tp", "stage", "sequence"),
+    [
+        ("llama", 2, 2, 3, False),
+        ("llama", 2, 2, 0, True),
+        ("llama", 4, 2, 3, True),
+        ("llama", 4, 4, 1, False),
+        ("tied, 67 ids", 2, 2, 2, False),
+        ("gpt2", 2, 2, 3, False),
+        ("gpt2", 2, 2, 1, True),
+        ("head and embedding", 2, 2, 3, False),
+        ("bias", 2, 2, 0, False),
+        ("trained head", 2, 2, 3, True),
+    ],
+)
+def test_a_run_is_that_of_one_process(
+    pool: WorkerPool, tmp_path: Path, kind: str, world: int, tp: int, stage: int, sequence: bool
+) -> None:
+    found = pool.run(trained, world, kind, tp, stage, sequence, tmp_path)[0]
+    assert found["losses"] == pytest.approx(truth(kind).losses, rel=2e-6)
+    assert found["norms"] == pytest.approx(truth(kind).grad_norms, rel=3e-5)
+
+
+def resumed(ctx: RankContext, kind: str, tp: int, directory: Path) -> tuple[dict[str, Tensor], list[float]]:
+    engine = engine_of(tp, config_of(3), MODELS[kind]())
+    engine.load_checkpoint(directory, "saved")
+    return whole_state(engine), advance(engine, [STEPS])[0]
+
+
+def test_checkpoints_are_read_at_another_degree(pool: WorkerPool, tmp_path: Path) -> None:
+    found = pool.run(trained, 2, "llama", 2, 3, False, tmp_path)[0]
+    for tp in (1, 2):
+        state, losses = pool.run(resumed, 2, "llama", tp, tmp_path)[0]
+        assert state.keys() == found["state"].keys()
+        assert all(torch.equal(state[name], found["state"][name]) for name in state)
+        assert losses == pytest.approx(found["losses"][STEPS:], rel=2e-6)
+
+
+def test_the_adapter_is_saved_whole(pool: WorkerPool, tmp_path: Path) -> None:
+    """PEFT's own files, from the consolidated weights, as a Trainer saves them."""
+    found = pool.run(trained, 2, "llama", 2, 3, False, tmp_path)[0]
+    model = MODELS["llama"]()
+    shapes = {name: value.shape for name, value in get_peft_model_state_dict(model).items()}
+    saved = get_peft_model_state_dict(model, state_dict=found["consolidated"])
+    assert {name: value.shape for name, value in saved.items()} == shapes
+    model.load_state_dict(found["consolidated"])
+    plain = MODELS["llama"]()
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_adapters_add_no_collective_to_a_layer(pool: WorkerPool, tmp_path: Path) -> None:
+    """Only the sum of partial gradients, once a step, has more to send."""
+    tags = pool.run(trained, 2, "llama", 2, 1, False, tmp_path)[0]["tags"]
+    assert not [tag for tag in tags if "lora" in tag]
+    assert sum("q_proj" in tag for tag in tags) <= 2 * 2 * 8  # layers x directions x microbatches
+
+
+class Packed(nn.Parameter):
+    quant_state = "as bitsandbytes marks packed weights"
+
+
+def integers() -> nn.Module:
+    model = tiny_llama(layers=2)
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.data.to(torch.int8), requires_grad=False)
+    return model
+
+
+def packed() -> nn.Module:
+    model = tiny_llama(layers=2)
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.Tensor._make_subclass(Packed, torch.zeros(64, 1, dtype=torch.uint8), False)  # type: ignore[assignment]
+    return model
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "DoRA": (lambda: adapted(tiny_llama(), use_dora=True), "a variant of LoRA"),
+    "bias after a sum": (lambda: adapted(tiny_llama(), lora_bias=True), "lora_bias"),
+    "copies": (
+        lambda: adapted(tiny_llama(), target_modules=["q_proj"], modules_to_save=["up_proj"]),
+        "a trained copy of a layer",
+    ),
+    "IA3": (
+        lambda: get_peft_model(tiny_llama(), IA3Config(task_type="CAUSAL_LM")),
+        "adapters of type Linear",
+    ),
+    "packed": (packed, "quantized to packed bytes"),
+    "integers": (integers, "quantized to packed bytes"),
+}
+
+
+def refused(ctx: RankContext, kind: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        engine_of(2, config_of(0), REFUSED[kind][0]())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_split_is_refused(pool: WorkerPool, kind: str) -> None:
+    assert REFUSED[kind][1] in pool.run(refused, 2, kind)[0]
+
+
+def test_names_are_those_before_the_adapters() -> None:
+    model = tiny_llama(layers=1)
+    before = {name: type(module) for name, module in model.named_modules()}
+    wrapped = adapted(model)
+    prefix = "base_model.model."
+    after = {
+        name.removeprefix(prefix): type(module)
+        for name, module in modules_before_peft(wrapped)
+        if name.startswith(prefix)
+    }
+    assert after == {name: kind for name, kind in before.items() if name}
