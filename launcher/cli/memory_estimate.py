@@ -133,9 +133,8 @@ def _estimate(flags: argparse.Namespace) -> int:
     kernels = defaults()["attention"] if budget is None else budget.attention
     model: Any = load_config(flags.model)
     if flags.lora:
-        from launcher.estimate.adapters import EVERY_LAYER, check_adapters, with_adapters
+        from launcher.estimate.adapters import EVERY_LAYER, with_adapters
 
-        check_adapters(config, rehearsed=flags.dry_run, packed=flags.load_in_4bit)
         model = with_adapters(build_on_meta(model), flags.lora, flags.lora_targets or EVERY_LAYER)
     if flags.load_in_4bit:
         from launcher.estimate.quantized import pack_frozen

@@ -7,7 +7,6 @@ import warnings
 from torch import nn
 from transformers import PreTrainedModel
 
-from launcher.config import Config
 from launcher.errors import ConfigError
 
 EVERY_LAYER = "all-linear"
@@ -44,23 +43,3 @@ def with_adapters(model: PreTrainedModel, rank: int, targets: str = EVERY_LAYER)
             fix=f"name layers of the model, such as q_proj,v_proj; or {EVERY_LAYER}",
         ) from None
     return adapted.train()
-
-
-def check_adapters(config: Config, *, rehearsed: bool, packed: bool) -> None:
-    """Raise for configurations that are not supported with adapters.
-
-    Raises:
-        ConfigError: the JSON uses tensor parallelism with packed weights, or pipeline stages without --dry-run.
-    """
-    if config.tensor_parallel.degree > 1 and packed:
-        raise ConfigError(
-            "weights of 4 bits cannot be split over tensor-parallel ranks",
-            where="--load-in-4bit",
-            fix="use ZeRO stage 3 instead of tensor_parallel",
-        )
-    if config.pipeline.degree > 1 and not rehearsed:
-        raise ConfigError(
-            "pipeline stages with LoRA adapters are not supported in the estimate",
-            where="--lora",
-            fix="pass --dry-run, which runs the real engine with fake tensors",
-        )

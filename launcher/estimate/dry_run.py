@@ -75,7 +75,12 @@ def dry_run(
                     placements, make=lambda numel, dtype: live.note_host(buffer(numel, dtype))
                 )
             engine = initialize(
-                model=model, config=config, device=device, source=_Anything(), placements=placements
+                model=model,
+                config=config,
+                device=device,
+                source=_Anything(),
+                placements=placements,
+                seq_length=sequence,  # stages are cut for it, as in a recipe
             )[0]
             if whole is not None:
                 learn_crossings(engine, whole, batch_of(engine, sequence))

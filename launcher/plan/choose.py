@@ -184,7 +184,7 @@ def _neighbours(work: ModelWork, layout: Layout, batch: int) -> Iterator[tuple[s
         if tp in TENSOR and not work.packed and world % (tp * layout.pp * layout.cp) == 0:
             yield from _with_mesh(f"tp {tp}", layout, tp, layout.pp, layout.cp, batch)
     for pp in (layout.pp // 2, layout.pp * 2):
-        if pp and world % (pp * layout.tp * layout.cp) == 0 and not work.unstaged:
+        if pp and world % (pp * layout.tp * layout.cp) == 0 and not work.in_one_piece:
             yield from _with_mesh(f"pp {pp}", layout, layout.tp, pp, layout.cp, batch)
     for cp in (layout.cp // 2, layout.cp * 2):
         if layout.cp > 1 and world % (cp * layout.tp * layout.pp) == 0:

@@ -148,7 +148,7 @@ def meshes(work: ModelWork, world: int) -> Iterator[tuple[int, int, int, int]]:
         if cp > 1 and work.in_one_piece:
             continue
         rest = world // tp // cp
-        for pp in range(1, 2 if work.unstaged else min(rest, work.layers) + 1):
+        for pp in range(1, 2 if work.in_one_piece else min(rest, work.layers) + 1):
             if rest % pp == 0:
                 yield tp, pp, rest // pp, cp
 

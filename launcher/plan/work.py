@@ -74,11 +74,6 @@ class ModelWork:
     operations: int = 0
 
     @property
-    def unstaged(self) -> bool:
-        """Return whether to skip pipeline stages; the estimate does not support them with adapters."""
-        return self.in_one_piece or self.adapters > 0
-
-    @property
     def trained(self) -> int:
         """Return the number of trainable parameters."""
         return self.adapters or self.parameters

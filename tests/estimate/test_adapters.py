@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from launcher.config import load
 from launcher.errors import ConfigError
-from launcher.estimate.adapters import check_adapters, with_adapters
+from launcher.estimate.adapters import with_adapters
 from launcher.estimate.attention_kernels import GPU_KERNELS, attention_of
 from launcher.estimate.dry_run import dry_run
 from launcher.estimate.estimator import Estimator
@@ -40,6 +40,11 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
             "zero_optimization": {"stage": 3},
             "tensor_parallel": {"autotp_size": 2, "sequence_parallel": True},
         },
+    ),
+    "stages": (2, {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}),
+    "stages, zero bubble": (
+        4,
+        {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2, "schedule": "zb-h1"}},
     ),
     "sequences shared": (2, {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}),
 }
@@ -105,16 +110,18 @@ def test_what_is_trained_is_counted() -> None:
     assert {p.device for p in estimator.model.parameters()} == {torch.device("meta")}
 
 
-@pytest.mark.parametrize(
-    ("sections", "says"),
-    [
-        ({"tensor_parallel": {"autotp_size": 2}}, "weights of 4 bits cannot be split"),
-        ({"pipeline": {"stages": 2}}, r"pipeline stages with LoRA adapters are not supported[^!]*--dry-run"),
-    ],
-)
-def test_what_they_do_not_go_with_is_refused(sections: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        check_adapters(config_of(**sections), rehearsed=False, packed=True)
+def test_packed_weights_are_not_split() -> None:
+    config = config_of(tensor_parallel={"autotp_size": 2})
+    with pytest.raises(ConfigError, match=r"quantized to packed bytes[^!]*tensor_parallel"):
+        Estimator(pack_frozen(adapted())).estimate(config, 2, 0, TOKENS)
+
+
+def test_packed_weights_in_stages() -> None:
+    stages = config_of(pipeline={"stages": 2})
+    four, full = (
+        Estimator(model).estimate(stages, 2, 0, TOKENS) for model in (pack_frozen(adapted()), adapted())
+    )
+    assert four.between.total < 0.6 * full.between.total  # embeddings are not packed
 
 
 def test_layers_that_are_not_there_are_named() -> None:

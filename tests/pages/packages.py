@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +18,11 @@ ORDER = ["errors", "files", "sizes", "owner", "scratch", "hub", "replica", "moni
 # The same for the folders inside a package; all of them may import the modules next to them.
 INSIDE = {"pipeline": ["schedules", "timeline", "executor", "partition", "hf", "sequential"]}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse((PACKAGE / path).read_text())
 
 
 def package_of(path: Path) -> str:
@@ -39,7 +45,7 @@ def imported_folders(path: Path) -> set[str]:
 
 
 def _imported_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+    for node in ast.walk(_parsed(path)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module]
@@ -50,6 +56,6 @@ def _imported_modules(path: Path) -> Iterator[str]:
 
 def purpose(path: Path) -> str:
     """Return the first sentence of a module's docstring, or "" if it has none."""
-    said = ast.get_docstring(ast.parse((PACKAGE / path).read_text())) or ""
+    said = ast.get_docstring(_parsed(path)) or ""
     paragraph = " ".join(said.partition("\n\n")[0].split())
     return re.split(r"(?<=[^.].\.) (?=[A-Z`(])", paragraph, maxsplit=1)[0].removesuffix(".").removesuffix(":")
