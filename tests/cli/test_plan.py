@@ -38,7 +38,9 @@ def test_adapters_alone(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     inputs, (choice,) = found["inputs"], found["choices"]
     assert 0 < inputs["trained_parameters"] < inputs["parameters"] / 10
-    assert choice["layout"]["tp"] * choice["layout"]["pp"] * choice["layout"]["dp"] * choice["layout"]["cp"] == 4
+    assert (
+        choice["layout"]["tp"] * choice["layout"]["pp"] * choice["layout"]["dp"] * choice["layout"]["cp"] == 4
+    )
     assert main([*PLAN, "--num-gpus", "4", "--lora", "8", "--top", "1"]) == 0
     assert "M trained)" in capsys.readouterr().out
     assert main([*PLAN, "--num-gpus", "4", "--lora-targets", "q_proj"]) == 2

@@ -38,6 +38,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-6}
 LENGTH = 16  # of sequences: degrees divide it
 LARGE = 0.05  # of a model: what is smaller needs no mention
 WORKS, EXACTLY, REFUSED = "works", "works (float64)", "refused"
+UNADAPTED = "does not train with adapters in one process"
 
 
 @dataclass
@@ -97,31 +98,45 @@ class Outcome:
     error: str = ""
 
 
-def judge(ctx: RankContext, types: list[str]) -> list[Verdict]:
-    """The verdicts, on all ranks."""
+def judge(ctx: RankContext, types: list[str], adapted: bool = False) -> list[Verdict]:
+    """The verdicts, on all ranks; `adapted`: of models with LoRA adapters on all linear layers."""
     four, pairs = Mesh.build(DEVICE, tp=4), Mesh.build(DEVICE, tp=2)
     sequence = pairs.axes["dp"].rank == 1
     verdicts = []
     for start in range(0, len(types), ctx.world):
         kinds = types[start : start + ctx.world]
-        truths = all_ranks(_truth(kinds[ctx.rank]) if ctx.rank < len(kinds) else None)  # one each
+        truths = all_ranks(_truth(kinds[ctx.rank], adapted) if ctx.rank < len(kinds) else None)  # one each
         verdicts += [
-            _judge(kind, truth, four.axes["tp"], pairs.axes["tp"], sequence)
+            Verdict(kind, UNADAPTED, UNADAPTED)
+            if truth is None
+            else _judge(kind, truth, four.axes["tp"], pairs.axes["tp"], sequence, adapted)
             for kind, truth in zip(kinds, truths, strict=False)
         ]
     return verdicts
 
 
-def _model_and_batch(kind: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    return tiny_model(kind, seed=0), batch_of(kind, seed=0, length=LENGTH)
+def _model_and_batch(kind: str, adapted: bool) -> tuple[Any, dict[str, Tensor]]:
+    model: Any = tiny_model(kind, seed=0)
+    if adapted:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    return model, batch_of(kind, seed=0, length=LENGTH)
 
 
-def _truth(kind: str) -> Truth:
-    return truth_of(*_model_and_batch(kind))
+def _truth(kind: str, adapted: bool) -> Truth | None:
+    """Return the numbers of one process; None if it does not train with adapters."""
+    try:
+        return truth_of(*_model_and_batch(kind, adapted))
+    except (RuntimeError, AttributeError):
+        if not adapted:
+            raise
+        return None
 
 
-def _judge(kind: str, truth: Truth, four: Axis, pair: Axis, sequence: bool) -> Verdict:
-    model, batch = _model_and_batch(kind)
+def _judge(kind: str, truth: Truth, four: Axis, pair: Axis, sequence: bool, adapted: bool) -> Verdict:
+    model, batch = _model_and_batch(kind, adapted)
     facts: dict[str, str] = {}
     found: dict[str, dict[torch.dtype, list[Outcome]]] = {"tensor": {}, "sequence": {}}
     for dtype, tolerance in TOLERANCES.items():
@@ -185,7 +200,7 @@ def _outcomes(
         outcome = Outcome()
         try:
             made = apply(split_model, axis, options, device=DEVICE)
-            if axis is four:
+            if axis is four and isinstance(model, PreTrainedModel):
                 facts |= _facts(model, split_model, made)
             found = compare_with(truth, split_model, made, batch)
             outcome.difference, outcome.worst = found.largest, found.worst
