@@ -70,7 +70,8 @@ def unwrapped(module: nn.Module | None) -> nn.Module | None:
 
 def adapts_a_linear(wrapper: nn.Module) -> bool:
     """Return whether it adds the product of two matrices to the output of a linear layer."""
-    return len(getattr(wrapper, "lora_A", ())) > 0
+    factors = list(getattr(wrapper, "lora_A", {}).values())
+    return len(factors) > 0 and all(isinstance(factor, nn.Linear) for factor in factors)
 
 
 def holds_copies(module: nn.Module) -> bool:
@@ -94,6 +95,18 @@ def adapter_rules(wrapper: Any, name: str, rule: SplitRule) -> Iterator[tuple[nn
             yield from ((a, rule), (b, _SUMMED))
 
 
+def check_prompts(model: nn.Module) -> None:
+    """Check that PEFT does not train keys and values, of which a rank has only those of its own heads.
+
+    Raises:
+        ConfigError: it does.
+    """
+    configs: Any = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        if str(getattr(config, "peft_type", "")).endswith("PREFIX_TUNING"):
+            raise _unsupported("the model", "trained keys and values (prefix tuning)")
+
+
 def check_wrapped(name: str, module: nn.Module, rule: SplitRule) -> None:
     """Check that a module which a rule splits is not wrapped by adapters that do not support it.
 
@@ -102,10 +115,15 @@ def check_wrapped(name: str, module: nn.Module, rule: SplitRule) -> None:
     """
     if STYLES[rule.style] == Style():
         return
-    if is_wrapper(module) and not adapts_a_linear(module) and not hasattr(module, "lora_embedding_A"):
-        raise _unsupported(name, f"adapters of type {type(module).__name__}")
     if type(module).__name__ == "ParamWrapper":
         raise _unsupported(name, "LoRA adapters of single parameters (target_parameters)")
+    if (
+        is_wrapper(module)
+        and not adapts_a_linear(module)
+        and not len(getattr(module, "lora_embedding_A", ()))
+    ):
+        method = type(module).__module__.removesuffix(".layer").rpartition(".")[2]  # peft.tuners.ia3.layer
+        raise _unsupported(name, f"adapters of the method {method}")
     if holds_copies(module):
         raise _unsupported(name, "a trained copy of a layer (modules_to_save)")
 

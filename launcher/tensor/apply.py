@@ -17,6 +17,7 @@ from launcher.tensor.adapters import (
     BASE,
     adapter_rules,
     adapts_a_linear,
+    check_prompts,
     check_wrapped,
     holds_copies,
     modules_before_peft,
@@ -55,6 +56,7 @@ def apply(
     Raises:
         ConfigError: there is no plan, or the degree does not divide a dim that the plan splits.
     """
+    check_prompts(model)
     splitter = _Splitter(model, axis, options, device, plan_of(model, options.rules))
     splits = splitter.run()
     return SplitModel(axis, splits, splitter.sequence)

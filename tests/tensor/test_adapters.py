@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor, nn
 
@@ -148,7 +148,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "IA3": (
         lambda: get_peft_model(tiny_llama(), IA3Config(task_type="CAUSAL_LM")),
-        "adapters of type Linear",
+        "adapters of the method ia3",
+    ),
+    "AdaLoRA": (
+        lambda: get_peft_model(tiny_llama(), AdaLoraConfig(total_step=9, target_modules=["q_proj"])),
+        "adapters of the method adalora",
+    ),
+    "prefixes": (
+        lambda: get_peft_model(tiny_llama(), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
+        "trained keys and values",
     ),
     "packed": (packed, "quantized to packed bytes"),
     "integers": (integers, "quantized to packed bytes"),
