@@ -90,7 +90,12 @@ def cut_row(
 def cut_model(
     model: nn.Module, split_model: SplitModel, mesh: Mesh, config: Config, seq_length: int | None = None
 ) -> StagedModel:
-    """Cut a Hugging Face model into stages along pp, and print their balance."""
+    """Cut a Hugging Face model into stages along pp, and print their balance.
+
+    Raises:
+        ConfigError: the model cannot be cut, or PEFT wraps it in a way that needs all of it.
+    """
+    _check_adapters(model)
     pp, section, splits = mesh.axes["pp"], config.pipeline, split_model.splits
     costs, measured = costs_of_blocks(model, mesh, config, seq_length)
     boundaries = deal(costs, pp.degree * section.chunks_of_rank)
@@ -99,6 +104,20 @@ def cut_model(
         lines = balance(model, costs, boundaries, whole, seconds=bool(measured)).lines()
         _tell([measured, *lines] if measured else lines)
     return StagedModel(model, boundaries, _rank_of(mesh, config), pp.rank, split_model.sequence)
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Refuse the methods of PEFT that do more around the model than call it: a stage has only a part of it."""
+    configs: Any = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        method = str(getattr(config.peft_type, "value", config.peft_type))
+        if method == "ADALORA" or config.is_prompt_learning:
+            does = "adds a loss term of all adapters" if method == "ADALORA" else "trains inputs of the model"
+            raise ConfigError(
+                f"PEFT's {method} {does}, which pipeline stages do not support",
+                where="pipeline.stages",
+                fix="use LoRA, or ZeRO stage 3 instead of stages",
+            )
 
 
 def _check_cut(row: PipelineModule, staged: SequentialPipeline) -> None:
