@@ -46,6 +46,25 @@ class AccumulationMixin:
             )
         self._boundary = is_boundary
 
+    def check_whole_step(self) -> None:
+        """Check that all microbatches of a step may run now.
+
+        Raises:
+            MisplacedCallError: inside no_sync(), or the caller has set that no step is due.
+        """
+        if not self._syncs:
+            raise MisplacedCallError(
+                "engine.train_batch() was called inside no_sync()",
+                where="engine.train_batch()",
+                fix="call it outside no_sync()",
+            )
+        if self._boundary is False:
+            raise MisplacedCallError(
+                "engine.train_batch() runs a whole step, but set_gradient_accumulation_boundary(False) was called",
+                where="engine.train_batch()",
+                fix="call set_gradient_accumulation_boundary(True) before it",
+            )
+
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch size by changing gradient_accumulation_steps."""
         core = self._core()
@@ -124,4 +143,5 @@ class AccumulationMixin:
         core = self._core()
         if core.managed_gradient_accumulation():
             return core.train_batch_size()
-        return core.train_micro_batch_size_per_gpu() * core.dp_world_size * core._backwards
+        # a script may call loss.backward() itself, which is not counted
+        return core.train_micro_batch_size_per_gpu() * core.dp_world_size * (core._backwards or 1)

@@ -172,8 +172,12 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
             )
         scaled = self._scaled(self._divided(loss))
         scaled = scaled.clone() if scaled is loss else scaled  # do not leave the hook on the caller's tensor
-        scaled.register_hook(self.zero.hooks.begin_scaled)
+        scaled.register_hook(self._begin_scaled)
         return scaled
+
+    def _begin_scaled(self, gradient: Tensor) -> None:
+        self._backwards += 1
+        self.zero.hooks.begin_scaled(gradient)
 
     def _divided(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         steps = self.gradient_accumulation_steps()
@@ -209,12 +213,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
     def train_microbatches(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor:
         """Do `run_microbatches`, but return a 0-dim float64 tensor, without synchronizing with the device."""
         self._check_usable("engine.train_batch()")
-        if not self._syncs:
-            raise MisplacedCallError(
-                "engine.train_batch() was called inside no_sync()",
-                where="engine.train_batch()",
-                fix="call it outside no_sync()",
-            )
+        self.check_whole_step()
         if self.mesh.axes["pp"].rank == 0 and len(batches) != len(weights):
             raise ConfigError(
                 f"{len(batches)} microbatches but {len(weights)} weights",

@@ -1,4 +1,4 @@
-"""Partitioning of a model into pipeline stages. A sequence of layers always runs in stages, be it just one.
+"""Partitioning of a model into pipeline stages. A sequence of layers always runs in stages, even if there is only one.
 
 Only imported by runs with stages, like the modules of `pipeline/` that it imports.
 """
@@ -21,6 +21,7 @@ from launcher.pipeline.hf.staged import StagedModel
 from launcher.pipeline.schedules import drained, schedule
 from launcher.pipeline.sequential.layers import PipelineModule
 from launcher.pipeline.sequential.staged import SequentialPipeline
+from launcher.tensor.adapters import peft_configs
 from launcher.tensor.split_model import SplitModel
 
 INTERVAL = "pipeline.activation_checkpoint_interval"
@@ -108,15 +109,14 @@ def cut_model(
 
 def _check_adapters(model: nn.Module) -> None:
     """Refuse the methods of PEFT that do more around the model than call it: a stage has only a part of it."""
-    configs: Any = getattr(model, "peft_config", None)
-    for config in configs.values() if isinstance(configs, dict) else ():
+    for config in peft_configs(model):
         method = str(getattr(config.peft_type, "value", config.peft_type))
         if method == "ADALORA" or config.is_prompt_learning:
             does = "adds a loss term of all adapters" if method == "ADALORA" else "trains inputs of the model"
             raise ConfigError(
                 f"PEFT's {method} {does}, which pipeline stages do not support",
                 where="pipeline.stages",
-                fix="use LoRA, or ZeRO stage 3 instead of stages",
+                fix="use LoRA, or ZeRO instead of stages",
             )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def step(optimizer: ShardedOptimizer, gradient: FlatGradient, *, scale: float, dtype: torch.dtype) -> None:
-    """Step the owned range of a buffer, at most `sub_group_size` elements at a time.
+    """Step the owned range of a buffer, slices of about `sub_group_size` elements together.
 
     Args:
         scale: factor on the gradient.
@@ -32,7 +32,8 @@ def step(optimizer: ShardedOptimizer, gradient: FlatGradient, *, scale: float, d
 @contextmanager
 def _scaling_inside(inner: Any, scale: float, device: torch.device) -> Iterator[float]:
     """Let torch's fused kernels divide the gradients themselves, if possible; yield the factor left to apply."""
-    fused = all(group.get("fused") for group in inner.param_groups)
+    takes_scale = getattr(inner, "_step_supports_amp_scaling", False)  # torch's protocol, also of GradScaler
+    fused = takes_scale and all(group.get("fused") for group in inner.param_groups)
     if scale in (0.0, 1.0) or not fused or isinstance(inner, WholeOptimizer):
         yield scale
         return
@@ -55,20 +56,20 @@ def _step_tiles(
     used = [(slot, part) for slot, part in flat.owned_views(owned) if slot.used]
     for tile in tiles(used, optimizer.sub_group_size):
         for slot, part in tile:
-            _widen(optimizer.tensors[slot.name], part, masters[slot])
+            _load(optimizer.tensors[slot.name], part, masters[slot])
         optimizer.inner_step()
         for slot, _ in tile:
-            _narrow(optimizer.tensors[slot.name], masters[slot])
+            _store(optimizer.tensors[slot.name], masters[slot])
 
 
-def _widen(tensor: nn.Parameter, gradient: Tensor, master: Tensor) -> None:
+def _load(tensor: nn.Parameter, gradient: Tensor, master: Tensor) -> None:
     """Pass a gradient to the inner optimizer, with the weights in the dtype of their step."""
     if master.dtype != gradient.dtype:
         tensor.data = master.to(gradient.dtype)
     tensor.grad = gradient
 
 
-def _narrow(tensor: nn.Parameter, master: Tensor) -> None:
+def _store(tensor: nn.Parameter, master: Tensor) -> None:
     tensor.grad = None
     if master.dtype != tensor.dtype:
         master.copy_(tensor.data)

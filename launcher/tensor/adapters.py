@@ -7,8 +7,9 @@ style        W               A                        B
 column       out features    whole, partial gradient  out features
 row          in features     in features              whole, partial gradient
 
-A partial gradient is one term of a sum over the ranks: a matrix that is whole on every rank has its other factor
-split. These sums are part of the reduction of gradients; adapters add no collective to forward and backward.
+A factor that every rank holds whole gets only one term of its gradient on each rank, because the other factor is
+split. These terms are summed with the gradients of the step. Forward and backward send what they send without
+adapters: A is one more reader of the `Entered` input of a column-parallel layer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from launcher.errors import ConfigError
+from launcher.models.units import ends_of
 from launcher.tensor.rule import SplitRule
 from launcher.tensor.styles import STYLES, Style
 
@@ -26,7 +28,7 @@ BASE = "base_layer"
 _SUMMED = SplitRule("replicated_with_grad_allreduce")
 _COPIES = ("modules_to_save", "token_adapter")
 """Children of PEFT's wrappers that hold copies of a module."""
-_FIX = "use ZeRO stage 3 or pipeline stages instead of tensor_parallel, or adapt it with plain LoRA"
+_FIX = "adapt it with plain LoRA, or use ZeRO instead of tensor_parallel"
 
 
 def modules_before_peft(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -95,16 +97,61 @@ def adapter_rules(wrapper: Any, name: str, rule: SplitRule) -> Iterator[tuple[nn
             yield from ((a, rule), (b, _SUMMED))
 
 
+def peft_configs(model: nn.Module) -> Iterator[Any]:
+    """Yield the configs of PEFT in a model, which other modules may wrap."""
+    for module in model.modules():
+        configs = vars(module).get("peft_config") or vars(module).get("_peft_config")  # the latter of prompts
+        yield from configs.values() if isinstance(configs, dict) else ()
+
+
 def check_prompts(model: nn.Module) -> None:
-    """Check that PEFT does not train keys and values, of which a rank has only those of its own heads.
+    """Check that PEFT does not train a prefix of keys and values: a rank has only those of its own heads.
 
     Raises:
         ConfigError: it does.
     """
-    configs: Any = getattr(model, "peft_config", None)
-    for config in configs.values() if isinstance(configs, dict) else ():
-        if str(getattr(config, "peft_type", "")).endswith("PREFIX_TUNING"):
-            raise _unsupported("the model", "trained keys and values (prefix tuning)")
+    if any(str(config.peft_type).endswith("PREFIX_TUNING") for config in peft_configs(model)):
+        raise _unsupported("the model", "a trained prefix of keys and values (prefix tuning)")
+
+
+def whole_ends(model: nn.Module) -> set[nn.Module | None]:
+    """Return the embedding and the head that stay whole on every rank: what PEFT has wrapped, other than by
+    factors of a linear layer, and an end that shares its weights."""
+    ends = [end for end in ends_of(model) if end is not None]
+    kept = [holds_copies(end) or (is_wrapper(end) and not adapts_a_linear(end)) for end in ends]
+    weights = {_weight_of(end) for end in ends}
+    if any(kept) and len(weights) < len(ends):
+        return {unwrapped(end) for end in ends}
+    return {unwrapped(end) for end, keep in zip(ends, kept, strict=True) if keep}
+
+
+def _weight_of(end: nn.Module) -> nn.Parameter | None:
+    original: Any = end.original_module if holds_copies(end) else unwrapped(end)
+    return original._parameters.get("weight")  # type: ignore[no-any-return]
+
+
+def check_dropout(name: str, wrapper: Any) -> None:
+    """Check that the adapters of a layer which every rank computes whole have no dropout: inside of split layers
+    each rank draws other random numbers, so the ranks' copies of the adapters would diverge.
+
+    Raises:
+        ConfigError: one of them has.
+    """
+    if any(getattr(dropout, "p", 0.0) > 0 for dropout in wrapper.lora_dropout.values()):
+        raise ConfigError(
+            f"{name} is not split over tensor-parallel ranks, and has LoRA adapters with dropout, which would "
+            "differ between the ranks",
+            where="tensor_parallel",
+            fix="set lora_dropout to 0, or leave the layer out of target_modules",
+        )
+
+
+def reads_late(wrapper: Any) -> bool:
+    """Return whether A reads another tensor than the layer: after dropout, or cast to another dtype. Its term of
+    the input's gradient then comes through autograd."""
+    weight = wrapper._modules[BASE]._parameters.get("weight")
+    dropouts = any(getattr(dropout, "p", 0.0) > 0 for dropout in wrapper.lora_dropout.values())
+    return dropouts or any(factor.weight.dtype != weight.dtype for factor in wrapper.lora_A.values())
 
 
 def check_wrapped(name: str, module: nn.Module, rule: SplitRule) -> None:
@@ -117,11 +164,7 @@ def check_wrapped(name: str, module: nn.Module, rule: SplitRule) -> None:
         return
     if type(module).__name__ == "ParamWrapper":
         raise _unsupported(name, "LoRA adapters of single parameters (target_parameters)")
-    if (
-        is_wrapper(module)
-        and not adapts_a_linear(module)
-        and not len(getattr(module, "lora_embedding_A", ()))
-    ):
+    if is_wrapper(module) and not adapts_a_linear(module):
         method = type(module).__module__.removesuffix(".layer").rpartition(".")[2]  # peft.tuners.ia3.layer
         raise _unsupported(name, f"adapters of the method {method}")
     if holds_copies(module):

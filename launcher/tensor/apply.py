@@ -17,11 +17,13 @@ from launcher.tensor.adapters import (
     BASE,
     adapter_rules,
     adapts_a_linear,
+    check_dropout,
     check_prompts,
     check_wrapped,
-    holds_copies,
     modules_before_peft,
+    reads_late,
     unwrapped,
+    whole_ends,
     wrappers_of,
 )
 from launcher.tensor.counts import divide, head_size, resize, shared_by_groups
@@ -76,7 +78,9 @@ class _Splitter:
         self.model, self.axis, self.options = model, axis, options
         self.inner = transformers_model_in(model)  # PEFT and value heads wrap it
         self.config: Any = getattr(self.inner, "config", None)
-        self.wrappers = wrappers_of(model)
+        self.wrappers, self.whole_ends = wrappers_of(model), whole_ends(self.inner)
+        late = any(reads_late(wrapper) for wrapper in self.wrappers.values() if adapts_a_linear(wrapper))
+        self.overlaps = options.overlaps and not late  # a reduction waits for all terms
         self.left = {name.rpartition(".")[0] for name in options.whole}  # modules
         self.rows = [(matching(pattern), rule) for pattern, rule in plan.items()]
         streams = RandomStreams(axis, device, on=drops_out(model))
@@ -99,6 +103,8 @@ class _Splitter:
                 own = self._rule_of(f"{name}.{key}" if name else key)
                 if own is not None and name not in self.left:
                     self._split_parameter(name, module, key, own, named=False)
+        if self._all_streams.on:
+            self._check_dropout()
         self._follow()
         keep_logits_split(self.inner, self.axis, ends_of(self.inner)[1], self.options.split_logits)
         if self.options.sequence:
@@ -118,10 +124,18 @@ class _Splitter:
         known = {*self.split, *self.partial}
         inside = set(_decoder_of(self.inner).modules())  # excludes blocks of an image tower
         blocks = [(name, block) for name, block in unit_modules(self.model) if block in inside]
-        made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.options.overlaps)
+        made = SequenceParallel(self.axis, blocks, self._all_streams, known, overlaps=self.overlaps)
         made.install()
         self.sequence = made
         return made.partial
+
+    def _check_dropout(self) -> None:
+        for name, wrapper in self.model.named_modules():
+            layer = wrapper._modules.get(BASE)
+            if layer is None or layer in self.whole_ends or self._adapted(layer) is not wrapper:
+                continue
+            if layer._parameters.get("weight") not in self.split:
+                check_dropout(name, wrapper)
 
     def _follow(self) -> None:
         """Update what depends on the split parameters: tied occurrences, and head counts."""
@@ -149,7 +163,7 @@ class _Splitter:
         embedding, head = (unwrapped(end) for end in ends_of(self.inner))
         for name, module in modules_before_peft(self.model):
             rule = self._rule_of(name)
-            if module in (embedding, head) and holds_copies(module):  # works whole, on every rank
+            if module in self.whole_ends:
                 continue
             if module is head and isinstance(module, nn.Linear):
                 if rule is None or STYLES[rule.style].gathers:
@@ -168,7 +182,8 @@ class _Splitter:
                 swap(module, style.mixin, layer)
             else:
                 layer.inner = BASE
-                give_own_backward(module)  # which, unlike Conv1D's forward, works without the bias
+                # Conv1D's own forward needs the bias; and A shall read the input as W does (`Entered`)
+                give_own_backward(adapted)
                 swap(adapted, ColumnParallel if style.mixin is VocabularyHead else style.mixin, layer)
         for key in list(module._parameters):
             self._split_parameter(name, module, key, rule, named=True)
@@ -189,7 +204,7 @@ class _Splitter:
         return wrapper if wrapper is not None and adapts_a_linear(wrapper) else None
 
     def _layer(self, name: str, module: nn.Module, rule: SplitRule, style: Style) -> SplitInfo:
-        layer = SplitInfo(self.axis, name, self.options.overlaps, self.streams)
+        layer = SplitInfo(self.axis, name, self.overlaps, self.streams)
         layer.slices, layer.takes, layer.once = style.slices, style.takes, rule.once
         layer.heads = {key: (dim, getattr(module, rule.divide[0])) for key, dim in rule.heads.items()}
         weight = module._parameters.get("weight")

@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput
 from launcher.comm import Axis
 from launcher.errors import ConfigError, LauncherError, SplitLogitsError
 from launcher.tensor.functions import gather_along
-from launcher.tensor.layers import VocabularyHead
+from launcher.tensor.layers import SplitModule, VocabularyHead
 from launcher.tensor.loss import causal_lm_loss
 from launcher.tensor.split_model import wants_loss_only
 
@@ -84,7 +84,8 @@ def keep_logits_split(model: nn.Module, axis: Axis, head: nn.Module | None, want
         ConfigError: split logits are wanted and not possible.
     """
     if not isinstance(head, VocabularyHead):
-        why: str | None = "its head is not split over the vocabulary"
+        adapted = isinstance(head, SplitModule) and head.split.inner
+        why: str | None = f"its head {'has adapters' if adapted else 'is not split over the vocabulary'}"
     elif not isinstance(model, PreTrainedModel):
         why = "it is not a transformers model"
     else:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from launcher.comm import Axis
+from launcher.errors import ConfigError
 from launcher.tensor.dropout import RandomStreams
 from launcher.tensor.functions import (
     enter,
@@ -255,7 +256,17 @@ _classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def swap(module: nn.Module, mixin: type[SplitModule], layer: SplitInfo) -> None:
-    """Put `mixin` in front of the class of `module`."""
+    """Put `mixin` in front of the class of `module`.
+
+    Raises:
+        ConfigError: the module has a forward of its own, which would run instead of the mixin's.
+    """
+    if "forward" in vars(module):
+        raise ConfigError(
+            f"the forward of {layer.name} was replaced, which tensor parallelism does not support",
+            where="tensor_parallel",
+            fix="call initialize() before anything that patches modules (hooks of accelerate, X-LoRA)",
+        )
     own = type(module)
     layer.linear = own.forward in (nn.Linear.forward, Conv1D.forward)
     module.split = layer  # type: ignore[assignment]
