@@ -1,4 +1,4 @@
-"""The modules of the `deepspeed` package that provide every public name of a module of ours."""
+"""The modules of the `deepspeed` package that provide the names of modules of ours, in addition to `NAMES`."""
 
 from __future__ import annotations
 
@@ -40,4 +40,4 @@ WHOLE_MODULES: Mapping[str, tuple[str, ...]] = {
     "utils.logging": (f"{_PACKAGE}.utilities",),
     "utils.timer": (f"{_PACKAGE}.timing",),
 }
-"""Module below `deepspeed` -> modules whose public names it provides in addition."""
+"""Module below `deepspeed` -> modules whose names it provides in addition to those of `NAMES`."""

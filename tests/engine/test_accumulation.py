@@ -394,6 +394,21 @@ def test_set_train_batch_size(pool: WorkerPool, stage: int) -> None:
     assert sizes == [(1, 4), (2, 12), (2, 20), (2, 28)]  # microbatches of a step, and rows so far
 
 
+def whole_step_without_a_boundary(ctx: RankContext) -> list[float]:
+    engine = engine_of(config_of(1, 2))
+    engine.set_gradient_accumulation_boundary(False)
+    data = iter(microbatches(ctx, 0, 2))
+    with pytest.raises(LauncherError, match="runs a whole step"):
+        engine.train_batch(data)
+    assert engine.global_steps == 0
+    engine.set_gradient_accumulation_boundary(True)
+    return [float(engine.train_batch(data))]
+
+
+def test_a_whole_step_without_a_boundary_is_refused(pool: WorkerPool) -> None:
+    pool.run(whole_step_without_a_boundary, 2)
+
+
 def save_in_the_middle(ctx: RankContext, stage: int, directory: Path) -> None:
     """A checkpoint between boundaries contains the last full step, without gradients accumulated since."""
     engine = engine_of(config_of(stage, 2))

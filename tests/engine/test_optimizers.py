@@ -312,6 +312,29 @@ def test_an_own_class_when_it_is_allowed(pool: WorkerPool, stage: int) -> None:
     assert_like(pool.run(own_class, 2, stage)[0], want)
 
 
+class Descent(torch.optim.Optimizer):
+    """Has groups with the key `fused`, as some libraries do, and does not know torch's `grad_scale`."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "fused": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            p.sub_(0.05 * p.grad)
+
+
+def of_another_fused_class(ctx: RankContext) -> Left:
+    model = stack()
+    config = config_of(1, optimizer=None, zero_allow_untested_optimizer=True)
+    engine = engine_of(config, model, optimizer=Descent(model.parameters()))
+    return advance(engine, ctx, STEPS), whole_weights(engine)
+
+
+def test_gradients_are_divided_for_a_fused_class_of_others(pool: WorkerPool) -> None:
+    assert_like(pool.run(of_another_fused_class, 2)[0], plain(partial(all_of, partial(SGD, lr=0.05))))
+
+
 def forced(ctx: RankContext, force: bool) -> Left:
     model = stack()
     config = config_of(3, optimizer=None, zero_force_ds_cpu_optimizer=force)
