@@ -98,7 +98,7 @@ class ZeroConfig(Section):
     }
     differs: ClassVar[dict[str, str]] = {
         "stage3_gather_16bit_weights_on_model_save": "save_16bit_model() always writes unsharded weights; the "
-        "Trainer's own saves follow the key",
+        "Trainer's own saves follow the key, but for tensor parallelism: they are then whole, too",
         "ignore_unused_parameters": "with false, they are an error at every stage; in DeepSpeed only at stage 2",
         "mics_shard_size": "works at stages 1 to 3; DeepSpeed before 0.19: only at stage 3; newer versions reject it",
         "mics_hierarchical_params_gather": "a node is LOCAL_WORLD_SIZE ranks; within one node, a gather is one hop",

@@ -64,6 +64,7 @@ from launcher.zero import (
 )
 from launcher.zero import apply as apply_zero
 from launcher.zero.features.leaf import mark_fine_modules
+from launcher.zero.source import refuse_overlaps
 
 if TYPE_CHECKING:
     from launcher.pipeline.sequential.staged import SequentialPipeline
@@ -256,7 +257,10 @@ def resolve(loaded: Config, mesh: Mesh, model: nn.Module, auto: Mapping[str, Any
 def _source(model: nn.Module, seed: int) -> ParamSource:
     partitioned = any(is_partitioned(p) for p in model.parameters())
     if not any(p.is_meta for p in model.parameters()):
-        return PartitionedValues(model) if partitioned else ModelValues()
+        if partitioned:
+            return PartitionedValues(model)
+        refuse_overlaps(model)
+        return ModelValues()
     if not all(p.is_meta for p in model.parameters()):
         names = [name for name, p in model.named_parameters() if p.is_meta]
         raise LauncherError(

@@ -101,7 +101,6 @@ KEYS: dict[str, str] = {
     "torch_autocast_enabled": "torch_autocast.enabled",
     "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
-    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_optimization_stage": "zero_optimization.stage",
 }
 """Method -> key path in the resolved config. A section is returned as a dict, a missing one as None."""
@@ -118,6 +117,12 @@ class ConfigGetters:
 
     def postscale_gradients(self) -> bool:
         return not self._config.prescale_gradients
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return whether a program saves whole weights by itself: by the key of stage 3; always with tensor
+        parallelism, for which accelerate and the Trainer would otherwise write files without weights."""
+        split = self._config.tensor_parallel.degree > 1
+        return split or self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def dynamic_loss_scale(self) -> bool:
         return self._config.fp16.loss_scale == 0

@@ -76,6 +76,13 @@ def adapts_a_linear(wrapper: nn.Module) -> bool:
     return len(factors) > 0 and all(isinstance(factor, nn.Linear) for factor in factors)
 
 
+def _is_adapted_otherwise(module: nn.Module) -> bool:
+    """Return whether a wrapper has other adapters than products of two matrices."""
+    names: tuple[str, ...] = getattr(module, "adapter_layer_names", ())
+    any_left = any(len(getattr(module, name, ())) > 0 for name in names)  # else they were deleted
+    return is_wrapper(module) and any_left and not adapts_a_linear(module)
+
+
 def holds_copies(module: nn.Module) -> bool:
     """Return whether PEFT trains a copy of a layer here, or of some of its rows."""
     return hasattr(module, "original_module") and any(hasattr(module, key) for key in _COPIES)
@@ -95,6 +102,8 @@ def adapter_rules(wrapper: Any, name: str, rule: SplitRule) -> Iterator[tuple[nn
             yield from ((a, _SUMMED), (b, rule))
         elif style.side == "in":
             yield from ((a, rule), (b, _SUMMED))
+        elif style.partial:
+            yield from ((a, _SUMMED), (b, _SUMMED))
 
 
 def peft_configs(model: nn.Module) -> Iterator[Any]:
@@ -114,11 +123,16 @@ def check_prompts(model: nn.Module) -> None:
         raise _unsupported("the model", "a trained prefix of keys and values (prefix tuning)")
 
 
-def whole_ends(model: nn.Module) -> set[nn.Module | None]:
+def whole_ends(model: nn.Module, *, head: bool) -> set[nn.Module | None]:
     """Return the embedding and the head that stay whole on every rank: what PEFT has wrapped, other than by
-    factors of a linear layer, and an end that shares its weights."""
+    factors of a linear layer, and an end that shares its weights.
+
+    Args:
+        head: the head stays whole in any case.
+    """
+    output = ends_of(model)[1]
     ends = [end for end in ends_of(model) if end is not None]
-    kept = [holds_copies(end) or (is_wrapper(end) and not adapts_a_linear(end)) for end in ends]
+    kept = [(head and end is output) or holds_copies(end) or _is_adapted_otherwise(end) for end in ends]
     weights = {_weight_of(end) for end in ends}
     if any(kept) and len(weights) < len(ends):
         return {unwrapped(end) for end in ends}
@@ -163,8 +177,10 @@ def check_wrapped(name: str, module: nn.Module, rule: SplitRule) -> None:
     if STYLES[rule.style] == Style():
         return
     if type(module).__name__ == "ParamWrapper":
-        raise _unsupported(name, "LoRA adapters of single parameters (target_parameters)")
-    if is_wrapper(module) and not adapts_a_linear(module):
+        raise _unsupported(
+            name, "LoRA adapters of single parameters (target_parameters, and experts with PEFT's all-linear)"
+        )
+    if _is_adapted_otherwise(module):
         method = type(module).__module__.removesuffix(".layer").rpartition(".")[2]  # peft.tuners.ia3.layer
         raise _unsupported(name, f"adapters of the method {method}")
     if holds_copies(module):

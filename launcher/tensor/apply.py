@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
@@ -28,7 +29,7 @@ from launcher.tensor.adapters import (
 )
 from launcher.tensor.counts import divide, head_size, resize, shared_by_groups
 from launcher.tensor.dropout import RandomStreams, drops_out
-from launcher.tensor.head import keep_logits_split
+from launcher.tensor.head import forward_is_replaced, keep_logits_split
 from launcher.tensor.layers import ColumnParallel, SplitInfo, VocabularyHead, give_own_backward, swap
 from launcher.tensor.parts import IndivisibleError, even_sizes, longest, parts_of, shares_of, valid_degrees
 from launcher.tensor.plan import WHERE, matching, model_type_of, number_of, plan_of
@@ -36,8 +37,10 @@ from launcher.tensor.plans import WITHOUT_SEQUENCE
 from launcher.tensor.rule import SplitRule
 from launcher.tensor.sequence import SequenceParallel
 from launcher.tensor.split import Split, is_quantized
-from launcher.tensor.split_model import SplitModel, TensorParallelOptions
+from launcher.tensor.split_model import SplitModel, TensorParallelOptions, refuse_shards
 from launcher.tensor.styles import STYLES, Style, split_dim
+
+logger = logging.getLogger("launcher")
 
 
 def apply(
@@ -61,6 +64,8 @@ def apply(
     check_prompts(model)
     splitter = _Splitter(model, axis, options, device, plan_of(model, options.rules))
     splits = splitter.run()
+    for saved in {model, splitter.inner}:
+        refuse_shards(saved)
     return SplitModel(axis, splits, splitter.sequence)
 
 
@@ -78,7 +83,7 @@ class _Splitter:
         self.model, self.axis, self.options = model, axis, options
         self.inner = transformers_model_in(model)  # PEFT and value heads wrap it
         self.config: Any = getattr(self.inner, "config", None)
-        self.wrappers, self.whole_ends = wrappers_of(model), whole_ends(self.inner)
+        self.wrappers, self.whole_ends = wrappers_of(model), self._whole_ends()
         late = any(reads_late(wrapper) for wrapper in self.wrappers.values() if adapts_a_linear(wrapper))
         self.overlaps = options.overlaps and not late  # a reduction waits for all terms
         self.left = {name.rpartition(".")[0] for name in options.whole}  # modules
@@ -94,6 +99,16 @@ class _Splitter:
         self.sequence: SequenceParallel | None = None
         # attention module -> number of ranks that hold each of its key-value heads
         self.holders: dict[nn.Module, int] = {}
+
+    def _whole_ends(self) -> set[nn.Module | None]:
+        replaced = forward_is_replaced(self.inner)
+        if replaced and self.axis.rank == 0:
+            logger.warning(
+                "the forward of this %s was replaced: its output head stays whole on every tensor-parallel rank, "
+                "because the new forward may read its weight",
+                type(self.inner).__name__,
+            )
+        return whole_ends(self.inner, head=replaced)
 
     def run(self) -> dict[str, Split]:
         for name, module, rule in list(self._modules()):

@@ -10,6 +10,7 @@ A model that uses its logits in any other way needs a head whose output is gathe
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -49,6 +50,17 @@ def wants_gathered_head(model: PreTrainedModel) -> str | None:
     if not model.config.return_dict:
         return f"the outputs of {name} are tuples: config.return_dict is false"
     return None
+
+
+def forward_is_replaced(model: nn.Module) -> bool:
+    """Return whether other code replaced the model's forward, on the object or on its class (TRL's and Liger's
+    fused losses): it may multiply by the weight of the head itself."""
+    if "forward" in vars(model):
+        return True
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None)
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    return code is not None and file is not None and code.co_filename != file
 
 
 def split_head(model: PreTrainedModel, axis: Axis, sizes: Sequence[int]) -> None:

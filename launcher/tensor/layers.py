@@ -8,14 +8,14 @@ its local parameters, between the same collectives.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from launcher.comm import Axis
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, MisplacedCallError
 from launcher.tensor.dropout import RandomStreams
 from launcher.tensor.functions import (
     enter,
@@ -85,6 +85,16 @@ class SplitModule(nn.Module):
         """Return the parameters of the layer itself, without those of its adapters."""
         inner = self.split.inner
         return self._modules[inner]._parameters if inner else self._parameters  # type: ignore[union-attr]
+
+    def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse PEFT's `merge_and_unload()` and `unload()`, which call this: they would put layers without
+        collectives in the place of split ones."""
+        raise MisplacedCallError(
+            f"the adapters of {self.split.name} cannot be taken off: the layer is split over tensor-parallel ranks",
+            where="merge_and_unload()",
+            fix="save the model with engine.save_16bit_model() or PEFT's adapter by a Trainer, and merge it in "
+            "one process; merge_adapter() works",
+        )
 
 
 class ColumnParallel(SplitModule):

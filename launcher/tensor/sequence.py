@@ -113,7 +113,7 @@ class SequenceParallel:
             raise ConfigError(
                 f"{name} applies dropout after an all-reduce, which sequence parallelism does not support",
                 where=WHERE,
-                fix="set it to false, or set the model's dropout to 0",
+                fix="set it to false, or set the model's dropout (and lora_dropout) to 0",
             )
         region.register_forward_hook(self._after_region(name))
 

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from launcher.comm import Axis
 from launcher.config import PartitionConfig
+from launcher.errors import MisplacedCallError
 from launcher.tensor.split import Split
 
 if TYPE_CHECKING:
@@ -54,6 +56,23 @@ class SplitModel:
     axis: Axis
     splits: dict[str, Split] = field(default_factory=dict)
     sequence: SequenceParallel | None = None
+
+
+def refuse_shards(model: nn.Module) -> None:
+    """Make `save_pretrained()` without a state_dict raise: it would write the shards of one rank."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is None:
+        raise MisplacedCallError(
+            f"{type(model).__name__}.save_pretrained() would write the shards of one tensor-parallel rank",
+            where="save_pretrained()",
+            fix="call engine.save_16bit_model(DIR) on every rank, or pass "
+            "state_dict=engine._consolidated_16bit_state_dict(), which every rank must call",
+        )
+    return type(model).save_pretrained(model, *args, **kwargs)
 
 
 @contextmanager

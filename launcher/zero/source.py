@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from launcher.errors import LauncherError
 from launcher.tensor.split import BoxReader
 from launcher.zero.slot import ParamReader, ParamSlot
 
@@ -34,6 +35,34 @@ class ModelValues:
     def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
         flat = {slot.name: slot.leaf.detach().reshape(-1) for slot in slots}
         yield lambda name, start, stop: flat[name][start:stop]
+
+
+def refuse_overlaps(model: nn.Module) -> None:
+    """Check that no trained parameter shares memory with another one: each would be trained by itself.
+
+    Raises:
+        LauncherError: two parameters overlap.
+    """
+    last = (0, "", False)
+    for start, stop, name, trained in sorted(_spans(model)):
+        if start < last[0] and (trained or last[2]):
+            raise LauncherError(
+                f"the parameters {last[1]} and {name} share memory, but are two parameters",
+                where=f"parameter {name}",
+                fix="assign one Parameter to both modules, as tie_weights() does, or give one of them a copy",
+            )
+        last = max(last, (stop, name, trained))
+
+
+def _spans(model: nn.Module) -> Iterator[tuple[int, int, str, bool]]:
+    """Yield the range of memory of each parameter with values: (start, stop, name, whether it is trained)."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or parameter.layout is not torch.strided or not parameter.numel():
+            continue
+        steps = zip(parameter.shape, parameter.stride(), strict=True)
+        elements = 1 + sum((size - 1) * stride for size, stride in steps)
+        start = parameter.data_ptr()
+        yield start, start + elements * parameter.element_size(), name, parameter.requires_grad
 
 
 class MadeOnMeta:

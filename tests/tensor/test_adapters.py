@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from launcher.comm import record_collectives
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, MisplacedCallError
 from launcher.tensor.adapters import modules_before_peft
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import PlainRun, batch, tiny_gpt2, tiny_llama, train_plain
@@ -233,6 +236,75 @@ def refused(ctx: RankContext, kind: str) -> str:
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_split_is_refused(pool: WorkerPool, kind: str) -> None:
     assert REFUSED[kind][1] in pool.run(refused, 2, kind)[0]
+
+
+def fused(model: Any, kind: str) -> Any:
+    """Replace the forward, as TRL and Liger do, by one that multiplies by the weight of the head itself."""
+
+    def forward(self: Any, input_ids: Tensor, labels: Tensor, **others: Any) -> CausalLMOutput:
+        hidden = self.model(input_ids=input_ids, **others).last_hidden_state
+        logits = hidden @ self.lm_head.weight.T
+        return CausalLMOutput(loss=self.loss_function(logits, labels, vocab_size=logits.shape[-1]))
+
+    if kind == "object":
+        model.forward = MethodType(forward, model)
+        return model
+    model.__class__ = type(
+        "Fused", (type(model),), {"forward": forward, "__module__": type(model).__module__}
+    )
+    return model
+
+
+def fused_steps(ctx: RankContext, kind: str, tied: bool) -> list[float]:
+    engine = engine_of(2, config_of(1), adapted(fused(tiny_llama(tied, layers=2), kind)))
+    return advance(engine, range(STEPS))[0]
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("object", False), ("object", True), ("class", False)])
+def test_a_forward_of_others_reads_the_whole_head(pool: WorkerPool, kind: str, tied: bool) -> None:
+    adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1)
+    want = train_plain(adapted(fused(tiny_llama(tied, layers=2), kind)), batch, adamw, STEPS, clip=CLIP)
+    assert pool.run(fused_steps, 2, kind, tied)[0] == pytest.approx(want.losses, rel=2e-6)
+
+
+def saved_by_peft(ctx: RankContext, directory: Path) -> tuple[list[str], bool]:
+    engine = engine_of(2, config_of(1), MODELS["llama"]())
+    said = []
+    for call in (
+        lambda: engine.module.save_pretrained(directory / "shards"),
+        lambda: engine.module.base_model.model.save_pretrained(directory / "shards"),
+        engine.module.merge_and_unload,
+        engine.module.unload,
+    ):
+        with pytest.raises(MisplacedCallError) as error:
+            call()
+        said.append(str(error.value))
+    state = engine._consolidated_16bit_state_dict()
+    if ctx.rank == 0:
+        engine.module.save_pretrained(directory / "whole", state_dict=state)
+    return said, engine.zero_gather_16bit_weights_on_model_save()
+
+
+def test_shards_are_not_written_as_a_model(pool: WorkerPool, tmp_path: Path) -> None:
+    said, gathers = pool.run(saved_by_peft, 2, tmp_path)[0]
+    assert all("save_16bit_model" in each for each in said)
+    assert gathers and not (tmp_path / "shards").exists()
+    shapes = {n: v.shape for n, v in get_peft_model_state_dict(MODELS["llama"]()).items()}
+    found = load_file(tmp_path / "whole" / "adapter_model.safetensors")
+    assert {name: value.shape for name, value in found.items()} == shapes
+
+
+def after_deletion(ctx: RankContext) -> list[float]:
+    model = MODELS["llama"]()
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.delete_adapter("default")
+    model.set_adapter("other")
+    return advance(engine_of(2, config_of(1), model), range(2))[0]
+
+
+def test_a_deleted_adapter_is_none(pool: WorkerPool) -> None:
+    torch.manual_seed(2)
+    assert all(loss > 0 for loss in pool.run(after_deletion, 2)[0])
 
 
 def test_names_are_those_before_the_adapters() -> None:
