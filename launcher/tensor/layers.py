@@ -7,6 +7,8 @@ its local parameters, between the same collectives.
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -25,6 +27,10 @@ from launcher.tensor.functions import (
     linear,
     slice_along,
 )
+
+logger = logging.getLogger("launcher")
+_AWARE = ("launcher", "torch", "transformers", "accelerate", "peft")
+"""Packages that may read the weight of a split head: they do not compute a loss with it."""
 
 
 @dataclass
@@ -56,6 +62,7 @@ class SplitInfo:
         heads: keyword arguments that have a value per head -> (their head dim, total heads of all ranks).
         once: parameters that are added to an output which is summed over the ranks.
         inner: name of the child that has the bias, if it is a layer with adapters (`adapters.py`).
+        warned: a warning about readers of a shard has been logged.
     """
 
     axis: Axis
@@ -74,6 +81,7 @@ class SplitInfo:
     heads: dict[str, tuple[int, int]] = field(default_factory=dict)
     once: tuple[str, ...] = ()
     inner: str = ""
+    warned: bool = False
 
 
 class SplitModule(nn.Module):
@@ -117,6 +125,22 @@ class ColumnParallel(SplitModule):
 
 class VocabularyHead(SplitModule):
     """A head [vocabulary, hidden]: returns logits of all ids, or of this rank's if the loss supports it."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows of this rank. Code of others that trains with them gets a warning: it may expect all rows."""
+        reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        split = self.split
+        if self.training and torch.is_grad_enabled() and reader not in _AWARE and not split.warned:
+            split.warned = True
+            logger.warning(
+                "%s reads the weight of %s, which has only rows %d to %d on this tensor-parallel rank: call the "
+                "layer instead, or set the model's forward before initialize(), so that the head stays whole",
+                *(reader, split.name, split.start, split.stop - 1),
+            )
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         split = self.split
@@ -293,7 +317,7 @@ def _mixed(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
 
 def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
     """Return the output of a Linear or Conv1D."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
+    weight: Any = module._parameters["weight"]
     bias = module._parameters.get("bias") if biased else None
     return linear(x, weight, bias, transposed=isinstance(module, Conv1D))
 

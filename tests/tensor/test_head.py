@@ -247,3 +247,18 @@ def test_which_models_need_a_gathered_head() -> None:
         LauncherError, match=r"logits are not supported: the forward of this.*\n.*gather the output"
     ):
         alone(patched)
+
+
+def test_readers_of_its_rows_are_warned(caplog: pytest.LogCaptureFixture) -> None:
+    """A loss of one's own that multiplies by the weight would see a part of the vocabulary."""
+    model = tiny_llama(vocab=VOCAB, layers=1).to("meta")
+    split(model, Mesh.planned(torch.device("cpu"), 2, 0, tp=2).axes["tp"])
+    model.lm_head(torch.empty(2, 32, device="meta"))
+    model.get_output_embeddings().state_dict()
+    with torch.no_grad():
+        assert model.lm_head.weight.dtype == torch.float32
+    assert not caplog.records
+    for _ in range(2):
+        assert model.lm_head.weight.shape[0] < VOCAB
+    (record,) = caplog.records
+    assert "tests reads the weight of lm_head, which has only rows 0 to 30" in record.getMessage()
