@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -249,16 +250,25 @@ def test_which_models_need_a_gathered_head() -> None:
         alone(patched)
 
 
-def test_readers_of_its_rows_are_warned(caplog: pytest.LogCaptureFixture) -> None:
-    """A loss of one's own that multiplies by the weight would see a part of the vocabulary."""
-    model = tiny_llama(vocab=VOCAB, layers=1).to("meta")
-    split(model, Mesh.planned(torch.device("cpu"), 2, 0, tp=2).axes["tp"])
-    model.lm_head(torch.empty(2, 32, device="meta"))
-    model.get_output_embeddings().state_dict()
+def read_rows(ctx: RankContext) -> list[str]:
+    model = tiny_llama(vocab=VOCAB, layers=1)
+    split(model, Mesh.build(DEVICE, tp=2).axes["tp"])
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("launcher").addHandler(handler)
+    model(input_ids=IDS, labels=IDS).loss.backward()
     with torch.no_grad():
         assert model.lm_head.weight.dtype == torch.float32
-    assert not caplog.records
+    assert not said
     for _ in range(2):
         assert model.lm_head.weight.shape[0] < VOCAB
-    (record,) = caplog.records
-    assert "tests reads the weight of lm_head, which has only rows 0 to 30" in record.getMessage()
+    logging.getLogger("launcher").removeHandler(handler)
+    return said
+
+
+def test_readers_of_its_rows_are_warned(pool: WorkerPool) -> None:
+    """A loss of one's own that multiplies by the weight would see a part of the vocabulary."""
+    for rank, rows in enumerate(("0 to 30", "31 to 60")):
+        (said,) = pool.run(read_rows, 2)[rank]
+        assert f"tests reads the weight of lm_head, which has only rows {rows}" in said
