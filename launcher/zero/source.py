@@ -57,7 +57,10 @@ def refuse_overlaps(model: nn.Module) -> None:
 def _spans(model: nn.Module) -> Iterator[tuple[int, int, str, bool]]:
     """Yield the range of memory of each parameter with values: (start, stop, name, whether it is trained)."""
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or parameter.layout is not torch.strided or not parameter.numel():
+        plain = (
+            type(parameter.data) is Tensor
+        )  # others, of quantized weights, may have no storage of their own
+        if parameter.is_meta or parameter.layout is not torch.strided or not parameter.numel() or not plain:
             continue
         steps = zip(parameter.shape, parameter.stride(), strict=True)
         elements = 1 + sum((size - 1) * stride for size, stride in steps)
