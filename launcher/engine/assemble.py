@@ -64,7 +64,7 @@ from launcher.zero import (
 )
 from launcher.zero import apply as apply_zero
 from launcher.zero.features.leaf import mark_fine_modules
-from launcher.zero.source import refuse_overlaps
+from launcher.zero.source import check_values
 
 if TYPE_CHECKING:
     from launcher.pipeline.sequential.staged import SequentialPipeline
@@ -259,7 +259,7 @@ def _source(model: nn.Module, seed: int) -> ParamSource:
     if not any(p.is_meta for p in model.parameters()):
         if partitioned:
             return PartitionedValues(model)
-        refuse_overlaps(model)
+        check_values(model)
         return ModelValues()
     if not all(p.is_meta for p in model.parameters()):
         names = [name for name, p in model.named_parameters() if p.is_meta]

@@ -104,6 +104,14 @@ class SplitModule(nn.Module):
             "one process; merge_adapter() works",
         )
 
+    def update_layer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse PEFT's `add_adapter()` and `load_adapter()`, which call this: the factors would not be split."""
+        raise MisplacedCallError(
+            f"{self.split.name} cannot get another adapter: it is split over tensor-parallel ranks",
+            where="add_adapter()",
+            fix="add and load adapters before initialize()",
+        )
+
 
 class ColumnParallel(SplitModule):
     """A layer with split output features: the input is whole, the output is [..., out / degree]."""

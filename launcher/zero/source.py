@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from launcher.errors import LauncherError
 from launcher.tensor.split import BoxReader
@@ -37,12 +38,20 @@ class ModelValues:
         yield lambda name, start, stop: flat[name][start:stop]
 
 
-def refuse_overlaps(model: nn.Module) -> None:
-    """Check that no trained parameter shares memory with another one: each would be trained by itself.
+def check_values(model: nn.Module) -> None:
+    """Check that the values of the parameters can be moved into flat buffers.
 
     Raises:
-        LauncherError: two parameters overlap.
+        LauncherError: a parameter has no memory of its own, or a trained one shares memory with another one, so
+            that each would be trained by itself.
     """
+    for name, parameter in model.named_parameters():
+        if is_traceable_wrapper_subclass(parameter):
+            raise LauncherError(
+                f"the parameter {name} is a {type(parameter).__name__}, which consists of several tensors",
+                where=f"parameter {name}",
+                fix="use plain tensors: DTensor.full_tensor(), or weights quantized by bitsandbytes instead of torchao",
+            )
     last = (0, "", False)
     for start, stop, name, trained in sorted(_spans(model)):
         if start < last[0] and (trained or last[2]):

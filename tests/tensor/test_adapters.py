@@ -279,6 +279,8 @@ def saved_by_peft(ctx: RankContext, directory: Path) -> tuple[list[str], bool]:
         with pytest.raises(MisplacedCallError) as error:
             call()
         said.append(str(error.value))
+    with pytest.raises(MisplacedCallError, match="cannot get another adapter"):
+        engine.module.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
     state = engine._consolidated_16bit_state_dict()
     if ctx.rank == 0:
         engine.module.save_pretrained(directory / "whole", state_dict=state)

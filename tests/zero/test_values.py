@@ -1,10 +1,11 @@
-"""Parameters that share memory are trained only if they are one parameter."""
+"""Parameters that share memory are trained only if they are one parameter; those without memory are refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import launcher
 from launcher.errors import LauncherError
@@ -40,3 +41,16 @@ def test_two_parameters_of_one_memory_are_refused(pool: WorkerPool, kind: str, r
     """Each would be trained by itself, without a word."""
     said = pool.run(overlapping, 1, kind)[0]
     assert ("0.weight and 1.weight share memory" in said) == refused
+
+
+def of_several_tensors(ctx: RankContext) -> str:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(TwoTensor(model.weight.data, model.weight.data), requires_grad=False)
+    with pytest.raises(LauncherError) as error:
+        launcher.initialize(model=model, config={"train_batch_size": 1}, device=DEVICE)
+    return str(error.value)
+
+
+def test_tensors_of_several_are_refused(pool: WorkerPool) -> None:
+    """As torchao's quantized weights, and DTensor."""
+    assert "weight is a TwoTensor, which consists of several tensors" in pool.run(of_several_tensors, 1)[0]
