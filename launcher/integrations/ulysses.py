@@ -141,7 +141,12 @@ def _ready(batch: Mapping[str, Any], degree: int) -> dict[str, Any]:
     given = {key: value for key, value in batch.items() if not key.startswith(_OF_KERNELS)}
     found = {**given, SHIFTED: labels_of_next(batch)}
     if found[SHIFTED] is None:
-        del found[SHIFTED]
+        raise ArgumentsError(
+            f"the batch has no {LABELS} and no {SHIFTED}: a script that computes its loss from whole sequences "
+            "(DPO, rewards) would compute it from slices",
+            where=WHERE,
+            fix="train without sp_size, or give every batch labels",
+        )
     found.pop(LABELS, None)
     if POSITIONS not in found:
         found[POSITIONS] = torch.arange(length, device=batch[IDS].device).expand(rows, -1)

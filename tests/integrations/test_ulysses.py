@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from transformers.integrations import deepspeed
 
 import launcher
-from launcher.errors import LauncherError
+from launcher.errors import ArgumentsError, LauncherError
 from launcher.integrations import groups, sequence_groups, stand_ins
 from launcher.integrations.distributed_attention import DistributedAttention, _SeqAllToAll
-from launcher.integrations.ulysses import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+from launcher.integrations.ulysses import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter, _ready
 from tests.pool import RankContext, WorkerPool
 from tests.pool.device import DEVICE
 from tests.sequence.families import BATCHES, model_of
@@ -200,3 +200,9 @@ def with_other_slices(ctx: RankContext) -> None:
 def test_slices_that_are_no_equal_ones_are_refused(pool: WorkerPool) -> None:
     with pytest.raises(Exception, match="share a sequence, but were called with slices of unequal"):
         pool.run(with_other_slices, 2)
+
+
+def test_batches_without_labels_are_refused() -> None:
+    """As those of DPO, whose loss needs the log-probabilities of whole sequences."""
+    with pytest.raises(ArgumentsError, match="would compute it from slices"):
+        _ready({"input_ids": torch.zeros(2, 8, dtype=torch.long)}, 2)
