@@ -235,7 +235,7 @@ class EngineCore(AccumulationMixin, StateOffloadMixin, EngineGetters, ModuleHold
         loss = executor.weighted(losses, weights)
         self.telemetry.loss(loss, 1.0)
         self._backwards += len(losses)
-        self._microbatches += len(losses) - 1  # step() counts the last microbatch
+        self._microbatches = self.gradient_accumulation_steps() - 1  # whatever their number: step() is due
         self.micro_steps += len(losses) - 1
         return loss
 

@@ -409,6 +409,18 @@ def test_a_whole_step_without_a_boundary_is_refused(pool: WorkerPool) -> None:
     pool.run(whole_step_without_a_boundary, 2)
 
 
+def fewer_microbatches(ctx: RankContext) -> tuple[float, int, bool]:
+    engine = engine_of(config_of(1, 4))
+    loss = engine.run_microbatches(microbatches(ctx, 0, 2), [0.5, 0.5])
+    engine.step()
+    return loss, engine.global_steps, engine.was_step_applied()
+
+
+def test_a_step_of_fewer_microbatches_is_a_step(pool: WorkerPool) -> None:
+    _, steps, applied = pool.run(fewer_microbatches, 2)[0]
+    assert (steps, applied) == (1, True)
+
+
 def save_in_the_middle(ctx: RankContext, stage: int, directory: Path) -> None:
     """A checkpoint between boundaries contains the last full step, without gradients accumulated since."""
     engine = engine_of(config_of(stage, 2))
