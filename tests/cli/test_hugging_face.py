@@ -80,6 +80,7 @@ def test_a_script_that_imports_is_not_kept_waiting() -> None:
         "launcher.integrations.refused",
         "launcher.integrations.served",
         "launcher.integrations.surface",
+        "launcher.integrations.whole_modules",
         "launcher.monitor",
         "launcher.monitor.memory",
     ]
