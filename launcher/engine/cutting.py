@@ -110,11 +110,11 @@ def cut_model(
 def _check_adapters(model: nn.Module) -> None:
     """Refuse the methods of PEFT that do more around the model than call it: a stage has only a part of it."""
     for config in peft_configs(model):
-        method = str(getattr(config.peft_type, "value", config.peft_type))
-        if method == "ADALORA" or config.is_prompt_learning:
-            does = "adds a loss term of all adapters" if method == "ADALORA" else "trains inputs of the model"
+        adds = config.peft_type == "ADALORA"
+        if adds or config.is_prompt_learning:
+            does = "adds a loss term of all adapters" if adds else "trains inputs of the model"
             raise ConfigError(
-                f"PEFT's {method} {does}, which pipeline stages do not support",
+                f"PEFT's {config.peft_type.value} {does}, which pipeline stages do not support",
                 where="pipeline.stages",
                 fix="use LoRA, or ZeRO instead of stages",
             )

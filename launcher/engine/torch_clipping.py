@@ -87,9 +87,8 @@ def _replace(functions: dict[Callable[..., Any], Callable[..., Any]]) -> None:
     by = {id(function): other for function, other in functions.items()}
     for module in list(sys.modules.values()):
         names: dict[str, Any] = getattr(module, "__dict__", {})
-        if by.keys().isdisjoint(
-            map(id, names.values())
-        ):  # nearly always, and no Python code runs for each name
+        # nearly always, and no Python code runs for each name
+        if by.keys().isdisjoint(map(id, names.values())):
             continue
         for name in [name for name, value in names.items() if id(value) in by]:
             names[name] = by[id(names[name])]

@@ -21,6 +21,7 @@ from torch import nn
 
 from launcher.errors import ConfigError
 from launcher.models.units import ends_of
+from launcher.tensor.dropout import drops_out
 from launcher.tensor.rule import SplitRule
 from launcher.tensor.styles import STYLES, Style
 
@@ -119,7 +120,7 @@ def check_prompts(model: nn.Module) -> None:
     Raises:
         ConfigError: it does.
     """
-    if any(str(config.peft_type).endswith("PREFIX_TUNING") for config in peft_configs(model)):
+    if any(config.peft_type == "PREFIX_TUNING" for config in peft_configs(model)):
         raise _unsupported("the model", "a trained prefix of keys and values (prefix tuning)")
 
 
@@ -130,8 +131,8 @@ def whole_ends(model: nn.Module, *, head: bool) -> set[nn.Module | None]:
     Args:
         head: the head stays whole in any case.
     """
-    output = ends_of(model)[1]
-    ends = [end for end in ends_of(model) if end is not None]
+    embedding, output = ends_of(model)
+    ends = [end for end in (embedding, output) if end is not None]
     kept = [(head and end is output) or holds_copies(end) or _is_adapted_otherwise(end) for end in ends]
     weights = {_weight_of(end) for end in ends}
     if any(kept) and len(weights) < len(ends):
@@ -151,7 +152,7 @@ def check_dropout(name: str, wrapper: Any) -> None:
     Raises:
         ConfigError: one of them has.
     """
-    if any(getattr(dropout, "p", 0.0) > 0 for dropout in wrapper.lora_dropout.values()):
+    if drops_out(wrapper.lora_dropout):
         raise ConfigError(
             f"{name} is not split over tensor-parallel ranks, and has LoRA adapters with dropout, which would "
             "differ between the ranks",
@@ -164,8 +165,9 @@ def reads_late(wrapper: Any) -> bool:
     """Return whether A reads another tensor than the layer: after dropout, or cast to another dtype. Its term of
     the input's gradient then comes through autograd."""
     weight = wrapper._modules[BASE]._parameters.get("weight")
-    dropouts = any(getattr(dropout, "p", 0.0) > 0 for dropout in wrapper.lora_dropout.values())
-    return dropouts or any(factor.weight.dtype != weight.dtype for factor in wrapper.lora_A.values())
+    return drops_out(wrapper.lora_dropout) or any(
+        factor.weight.dtype != weight.dtype for factor in wrapper.lora_A.values()
+    )
 
 
 def check_wrapped(name: str, module: nn.Module, rule: SplitRule) -> None:
