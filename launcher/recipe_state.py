@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.checkpoint.tags import latest_tag
@@ -16,6 +16,7 @@ from launcher.engine.background_saves import choose_background
 from launcher.engine.nonfinite_tracer import weights_are_finite
 from launcher.engine.state import keep_state
 from launcher.errors import CheckpointError, ConfigError, NotFiniteError
+from launcher.models.adapters import LoraSettings
 from launcher.monitor.metrics import METRICS
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.resuming import Resuming
@@ -33,6 +34,7 @@ class RecipeState:
         total_steps: optimizer steps of the whole run.
         tokenizer: None if the run has no tokenizer.
         width: tokens per sequence.
+        lora: the settings of the adapters that the run trains; their checkpoints leave out the frozen weights.
 
     Attributes:
         tokens: tokens seen so far, over all ranks.
@@ -46,6 +48,7 @@ class RecipeState:
     total_steps: int
     tokenizer: Any
     width: int
+    lora: LoraSettings | None = None
     tokens: int = 0
     nonfinite: int = 0
     saves_chosen: bool = False
@@ -71,7 +74,12 @@ class RecipeState:
                 f"step {self.engine.global_steps} is not saved: its loss, gradients or weights are not finite"
             )
             return False
-        self.engine.save_checkpoint(self.run.checkpoints, tag, client_state=self.client_state())
+        self.engine.save_checkpoint(
+            self.run.checkpoints,
+            tag,
+            client_state=self.client_state(),
+            exclude_frozen_parameters=self.lora is not None,
+        )
         return True
 
     def keep(self) -> None:
@@ -90,6 +98,7 @@ class RecipeState:
             "tokenizer": self.fingerprint(),
             "batch_keys": self.run.batch_keys,
             "replicas": self.run.replicas,
+            "lora": None if self.lora is None else asdict(self.lora),
         }
 
     def choose_background(self) -> None:
@@ -118,8 +127,12 @@ class RecipeState:
         if resuming is None:
             return
         self._check_tokenizer(resuming)
+        self._check_adapters(resuming)
         path, client = self.engine.load_checkpoint(
-            resuming.directory, resuming.tag, allow_model_changes=self.run.args.allow_model_changes
+            resuming.directory,
+            resuming.tag,
+            exclude_frozen_parameters=self.lora is not None,
+            allow_model_changes=self.run.args.allow_model_changes,
         )
         if resuming.is_of_recipe:
             place, self.tokens = client["data"], client["tokens"]
@@ -143,6 +156,18 @@ class RecipeState:
             "the checkpoint was trained with another tokenizer, whose token ids have different meanings",
             where="--tokenizer",
             fix="use the tokenizer that it was trained with, or pass --allow-model-changes",
+        )
+
+    def _check_adapters(self, resuming: Resuming) -> None:
+        was = resuming.client_state.get("lora")
+        now = None if self.lora is None else asdict(self.lora)
+        if was == now or "tokens" not in resuming.client_state:  # of a script: only the names can be compared
+            return
+        raise ConfigError(
+            f"the checkpoint has {'no LoRA adapters' if was is None else _said(was)}, but this run has "
+            f"{'none' if now is None else _said(now)}",
+            where="--lora",
+            fix="pass the same --lora, --lora-targets, --lora-alpha and --lora-dropout",
         )
 
     def fingerprint(self) -> str | None:
@@ -172,3 +197,7 @@ class RecipeState:
         """Collect Python garbage between steps if `disable_python_gc` has turned the collector off."""
         if self.engine.resolved.disable_python_gc:
             self.engine.collect_python_gc()
+
+
+def _said(settings: dict[str, Any]) -> str:
+    return f"LoRA adapters with {', '.join(f'{key} {value}' for key, value in settings.items())}"

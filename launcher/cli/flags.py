@@ -153,8 +153,8 @@ def add_expert_load(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_adapters(parser: argparse.ArgumentParser) -> None:
-    """Add --lora, --lora-targets and --load-in-4bit."""
+def add_adapters(parser: argparse._ActionsContainer) -> None:
+    """Add --lora and --lora-targets."""
     parser.add_argument(
         "--lora",
         type=positive,
@@ -166,6 +166,10 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="comma-separated layers to adapt (default: all-linear)",
     )
+
+
+def add_packed(parser: argparse.ArgumentParser) -> None:
+    """Add --load-in-4bit."""
     parser.add_argument(
         "--load-in-4bit",
         action="store_true",
@@ -174,14 +178,14 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
 
 
 def check_adapter_flags(flags: argparse.Namespace) -> None:
-    """Check that --lora-targets and --load-in-4bit are used only together with --lora.
+    """Check that the flags that describe adapters are used only together with --lora.
 
     Raises:
         ConfigError: one of them is given and --lora is not.
     """
     fix = "pass the rank of the adapters, too: --lora 16"
-    for flag, given in (("--lora-targets", flags.lora_targets), ("--load-in-4bit", flags.load_in_4bit)):
-        if given and not flags.lora:
+    for flag in ("--lora-targets", "--lora-alpha", "--lora-dropout", "--load-in-4bit"):
+        if getattr(flags, flag.strip("-").replace("-", "_"), None) and not flags.lora:
             raise ConfigError(f"{flag} requires --lora", where=flag, fix=fix)
 
 
@@ -194,10 +198,10 @@ def add_bill(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of the whole run (15T, 300B), to predict its duration",
     )
-    add("--price", type=_above_zero, metavar="X", help="price per GPU hour, to predict the run's cost")
+    add("--price", type=above_zero, metavar="X", help="price per GPU hour, to predict the run's cost")
     add(
         "--watts",
-        type=_above_zero,
+        type=above_zero,
         metavar="W",
         help="power draw of one GPU and its share of the node, to predict the run's energy",
     )
@@ -270,7 +274,8 @@ def _load(text: str) -> float:
     return found
 
 
-def _above_zero(text: str) -> float:
+def above_zero(text: str) -> float:
+    """Parse a finite number above 0."""
     found = number(text)
     if found <= 0:
         raise argparse.ArgumentTypeError(f"needs a number above 0, not {shown(text)}")
@@ -279,7 +284,7 @@ def _above_zero(text: str) -> float:
 
 def _many(text: str) -> float:
     factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
-    return _above_zero(text if factor is None else text[:-1]) * (factor or 1.0)
+    return above_zero(text if factor is None else text[:-1]) * (factor or 1.0)
 
 
 def _share(text: str) -> float:

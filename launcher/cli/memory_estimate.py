@@ -14,6 +14,7 @@ from launcher.cli.flags import (
     add_adapters,
     add_expert_load,
     add_model_and_ranks,
+    add_packed,
     add_reserve,
     check_adapter_flags,
     positive,
@@ -69,6 +70,7 @@ def estimate_parser() -> FlagParser:
     add("--rank", type=int, metavar="R", help="show this rank (default: one of each pipeline stage)")
     add_expert_load(parser)
     add_adapters(parser)
+    add_packed(parser)
     add("--compare", action="store_true", help="compare all stages and kinds of offload")
     add(
         "--longest",
@@ -133,9 +135,9 @@ def _estimate(flags: argparse.Namespace) -> int:
     kernels = defaults()["attention"] if budget is None else budget.attention
     model: Any = load_config(flags.model)
     if flags.lora:
-        from launcher.estimate.adapters import EVERY_LAYER, with_adapters
+        from launcher.models.adapters import LoraSettings, with_adapters
 
-        model = with_adapters(build_on_meta(model), flags.lora, flags.lora_targets or EVERY_LAYER)
+        model = with_adapters(build_on_meta(model), LoraSettings.of_flags(flags))
     if flags.load_in_4bit:
         from launcher.estimate.quantized import pack_frozen
 

@@ -16,6 +16,7 @@ from launcher.cli.flags import (
     add_expert_load,
     add_gpus_per_node,
     add_model_and_ranks,
+    add_packed,
     add_reserve,
     check_adapter_flags,
     positive,
@@ -91,6 +92,7 @@ def plan_parser() -> FlagParser:
     )
     add_expert_load(parser)
     add_adapters(parser)
+    add_packed(parser)
     add_bill(parser)
     add("--top", type=positive, default=10, metavar="K", help="number of layouts to show (default: 10)")
     add("--write", metavar="DS.json", help="write the configuration of the best layout")
@@ -176,12 +178,10 @@ def trained_work(
 
     described: PretrainedConfig | nn.Module = config
     if flags.lora:
-        from launcher.estimate.adapters import EVERY_LAYER, with_adapters
+        from launcher.models.adapters import LoraSettings, with_adapters
         from launcher.models.build import build_on_meta
 
-        described = model = with_adapters(
-            build_on_meta(config), flags.lora, flags.lora_targets or EVERY_LAYER
-        )
+        described = model = with_adapters(build_on_meta(config), LoraSettings.of_flags(flags))
     work = work_of(described, sequence, dtype)
     if flags.load_in_4bit:
         from launcher.estimate.quantized import pack_frozen

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from launcher.cli.flags import FlagParser, number, positive, shown, whole
+from launcher.cli.flags import FlagParser, above_zero, add_adapters, number, positive, shown, whole
 from launcher.monitor.trace import steps_of
 
 DECAYS = ("all", "matrices")
@@ -54,7 +54,7 @@ def training_parser(
         help="total optimizer steps, including those of a resumed checkpoint",
     )
     length.add_argument(
-        "--epochs", type=_epochs, metavar="N", help="passes over the data, instead of --max-steps"
+        "--epochs", type=above_zero, metavar="N", help="passes over the data, instead of --max-steps"
     )
     optimizer = parser.add_argument_group(
         "optimizer",
@@ -133,15 +133,33 @@ def training_parser(
     return parser
 
 
+def add_lora(parser: FlagParser) -> None:
+    """Add the flags of a recipe that can train LoRA adapters: `models.adapters.LoraSettings`."""
+    group = parser.add_argument_group("LoRA")
+    add_adapters(group)
+    group.add_argument(
+        "--lora-alpha",
+        type=positive,
+        metavar="A",
+        help="scale of the adapters: they add A / R times the product of their factors (default: 2 R)",
+    )
+    group.add_argument(
+        "--lora-dropout",
+        type=_probability,
+        metavar="P",
+        help="dropout in front of the adapters (default: 0)",
+    )
+
+
 def _length(text: str) -> int:
     if whole(text) < 2:  # a single token has no next token to predict
         raise argparse.ArgumentTypeError(f"needs a whole number of at least 2, not {shown(text)}")
     return int(text)
 
 
-def _epochs(text: str) -> float:
-    if not number(text):
-        raise argparse.ArgumentTypeError(f"needs a number above 0, not {shown(text)}")
+def _probability(text: str) -> float:
+    if not number(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a number of at least 0 and below 1, not {shown(text)}")
     return float(text)
 
 

@@ -53,9 +53,13 @@ def look(
     strict: bool,
     optimizer: bool,
     scheduler: bool,
+    frozen: bool,
     allow_model_changes: bool,
 ) -> Stored:
     """Check the checkpoint, and return the tensors that it stores. Collective.
+
+    Args:
+        frozen: the checkpoint must have the frozen parameters, too.
 
     Raises:
         CheckpointError: on every rank: the checkpoint does not fit.
@@ -64,6 +68,8 @@ def look(
     read = {f"model/{piece.name}" for piece in engine.zero.slices()} | {
         n for n in mine if n.startswith("buffer/")
     }
+    if not frozen:
+        read -= _frozen(engine)
     known = set().union(*of_stages(engine, sorted(mine)))
     ties = tied_names(engine)
     known |= {f"model/{name}" for name in ties}  # some programs write every name of a tied parameter
@@ -200,7 +206,7 @@ def _check_shapes(
         raise CheckpointError(
             f"The checkpoint lacks {len(missing)} frozen parameters: {first_names(missing)}.",
             where=str(path),
-            fix="it was saved without them: load them separately first, and pass load_module_strict=False",
+            fix="it was saved without them: load them separately, and pass exclude_frozen_parameters=True",
         )
     if said := [f"{len(names)} {what}: {first_names(names)}" for what, names in found if names]:
         raise CheckpointError(

@@ -83,9 +83,14 @@ def _batch_of(meta: Mapping[str, Any]) -> int | None:
     return samples // steps if steps and samples and samples % steps == 0 else None
 
 
-def parameters(engine: Engine) -> int:
-    """Return the number of parameters of the whole model. Every rank must call it."""
-    mine = sum(slot.logical_numel for slot in engine.zero.slots.values() if slot.holders.rank == 0)
+def parameters(engine: Engine, *, trained: bool = False) -> int:
+    """Return the number of parameters of the whole model, or of those that are trained. Every rank must call
+    it."""
+    mine = sum(
+        slot.logical_numel
+        for slot in engine.zero.slots.values()
+        if slot.holders.rank == 0 and (slot.leaf.requires_grad or not trained)
+    )
     return int(_over_stages(engine, mine))
 
 

@@ -49,7 +49,7 @@ class CheckpointMixin:
             tag: name of this checkpoint; default: global_step<N>.
             client_state: JSON-serializable state of the caller; rank 0's is saved.
             save_latest: make this the checkpoint that is loaded without a tag.
-            exclude_frozen_parameters: do not save them; loading then requires load_module_strict=False.
+            exclude_frozen_parameters: do not save them; pass this to load_checkpoint(), too.
 
         Raises:
             ConfigError: save_dir is empty.
@@ -94,6 +94,7 @@ class CheckpointMixin:
         load_module_only: bool = False,
         custom_load_fn: None = None,
         *,
+        exclude_frozen_parameters: bool = False,
         allow_model_changes: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint from `save_checkpoint`, on any topology. Every rank must call it.
@@ -105,6 +106,7 @@ class CheckpointMixin:
             load_optimizer_states, load_lr_scheduler_states: False keeps the current states.
             load_module_only: load only the weights.
             custom_load_fn: not supported, because weights are sharded while they are loaded.
+            exclude_frozen_parameters: frozen parameters keep their values, and may be missing in the checkpoint.
             allow_model_changes: load the checkpoint even if the model's config changes the computation: head
                 counts, rope, norms. By default that is an error, for Hugging Face models and with
                 load_module_strict.
@@ -134,6 +136,7 @@ class CheckpointMixin:
             optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
+            frozen=not exclude_frozen_parameters,
             allow_model_changes=allow_model_changes,
         )
 

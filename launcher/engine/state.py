@@ -78,6 +78,7 @@ def load_state(
     optimizer: bool,
     scheduler: bool,
     counters: bool,
+    frozen: bool = True,
     allow_model_changes: bool = False,
 ) -> tuple[str | None, dict[str, Any]]:
     """Load the checkpoint DIRECTORY/TAG (default: the latest). Collective. See Engine.load_checkpoint."""
@@ -89,7 +90,8 @@ def load_state(
     stepper = engine.optimizer if optimizer else None
     stored = look(  # before anything is changed
         engine, path, meta,
-        strict=strict, optimizer=stepper is not None, scheduler=scheduler, allow_model_changes=allow_model_changes,
+        strict=strict, optimizer=stepper is not None, scheduler=scheduler, frozen=frozen,
+        allow_model_changes=allow_model_changes,
     )  # fmt: skip
     engine.zero.reshard_all()
     engine.abandon_step()
@@ -97,6 +99,7 @@ def load_state(
         tensors: LogicalTensors = {
             f"model/{piece.name}": _flat_slice(engine, piece, piece.part, window)
             for piece in engine.zero.slices()
+            if frozen or engine.zero.slots[piece.name].leaf.requires_grad
         }
         tensors |= {stored_name(name, stored): buffer for name, buffer in _buffers(engine).items()}
         if stepper is not None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from launcher.errors import CheckpointError
-from launcher.models.build import EMBEDDED, build_on_meta, switch_off_cache
+from launcher.errors import ConfigError
+from launcher.models.adapters import LoraSettings, initializer_with_adapters, names_under, with_adapters
+from launcher.models.build import build_on_meta, switch_off_cache
 from launcher.models.companions import adopt_generation
-from launcher.models.initialize import initializer
-from launcher.models.load import SafetensorsSource
+from launcher.models.initialize import initializer, seeded
+from launcher.models.load import SafetensorsSource, weights_directory
+from launcher.tensor.split import BoxReader
 from launcher.zero import ModelValues, ParamSource, StoredValues
 
 
@@ -27,12 +30,14 @@ class SourcedModel:
         how: a one-line description.
     """
 
-    model: PreTrainedModel
+    model: nn.Module
     source: ParamSource | None
     how: str
 
 
-def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool, seed: int) -> SourcedModel:
+def model_with_source(
+    config: PretrainedConfig, name: str, *, from_scratch: bool, seed: int, lora: LoraSettings | None = None
+) -> SourcedModel:
     """Build the model of `config`, and locate the weights of `name`.
 
     Args:
@@ -40,14 +45,20 @@ def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool
         name: the value of `--model`.
         from_scratch: initialise from the seed, even if there are weights.
         seed: seed for initialised parameters.
+        lora: train adapters with these settings, and freeze the weights.
 
     Raises:
         CheckpointError: the weights are corrupted, or do not fit the config.
+        ConfigError: adapters without weights to adapt, or for layers that the model does not have.
     """
-    model = build_on_meta(config)
+    model: Any = build_on_meta(config)
     adopt_generation(model)
     directory = None if from_scratch else weights_directory(name)
     if directory is None:
+        if lora is not None:
+            raise ConfigError(
+                f"{name} has no weights to adapt", where=f"--model {name}", fix="leave out --lora"
+            )
         return SourcedModel(model, None, f"initialised from seed {seed}")
     stored = SafetensorsSource(directory)
     names = stored.match_names(model)
@@ -58,33 +69,17 @@ def model_with_source(config: PretrainedConfig, name: str, *, from_scratch: bool
             f"weights of {directory}, loaded in full on every rank because transformers converts the "
             "parameter names of this model type"
         )
+        if lora is not None:
+            with seeded(torch.device("cpu"), seed, ""):
+                model = with_adapters(model, lora)
         return SourcedModel(model.train(), ModelValues(), how)
-    source = StoredValues(model, initializer(model, seed), lambda name: partial(stored.read_box, names[name]))
-    return SourcedModel(model, source, f"weights of {directory}, each rank reads its slices")
+    renamed = names_under(model, names)
+    adapted = model if lora is None else with_adapters(model, lora)
+    make = initializer(model, seed) if lora is None else initializer_with_adapters(adapted, seed)
+    found = renamed(adapted)
 
+    def read(name: str) -> BoxReader | None:
+        return partial(stored.read_box, found[name]) if name in found else None
 
-def weights_directory(name: str) -> Path | None:
-    """Return the directory with the safetensors of `--model`; None for a bare config or an embedded model."""
-    path = Path(name).expanduser()
-    if name in EMBEDDED or path.is_file():
-        return None
-    if path.is_dir():
-        return path if any(path.glob("*.safetensors")) else None
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise CheckpointError(
-            f"no such file or directory: {name}",
-            where=f"--model {name}",
-            fix="pass a local directory written by save_pretrained, a config.json, or a name on the "
-            "Hugging Face Hub",
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:
-        raise CheckpointError(
-            f"could not download the weights of {name!r} from the Hugging Face Hub: {error}",
-            where=f"--model {name}",
-            fix="pass a local directory written by save_pretrained, or only a config.json to train "
-            "from scratch",
-        ) from error
+    source = StoredValues(adapted, make, read)
+    return SourcedModel(adapted, source, f"weights of {directory}, each rank reads its slices")

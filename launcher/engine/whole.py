@@ -48,7 +48,7 @@ def export_model(engine: Engine, directory: Path, exclude_frozen: bool = False) 
             for found in whole.tensors(exclude_frozen)
             for entry in layout.entries(found.names[0], found.dtype, found.shape, partial(whole.fetch, found))
         ]
-        with _failing_together(directory):
+        with failing_together(directory):
             export.write_safetensors(directory, entries, writer=writer)
             if writer:
                 write_companions(engine.module, directory, engine.zero.policy.param_dtype)
@@ -64,7 +64,7 @@ def export_pickle(engine: Engine, path: Path, exclude_frozen: bool = False) -> N
     from launcher.checkpoint.durable import DurableFile, temporary_file
 
     state = whole_state_dict(engine, exclude_frozen)
-    with _failing_together(path):
+    with failing_together(path):
         if state is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary_file(path) as temporary, DurableFile(temporary) as file:
@@ -74,7 +74,7 @@ def export_pickle(engine: Engine, path: Path, exclude_frozen: bool = False) -> N
 
 
 @contextmanager
-def _failing_together(where: Path) -> Iterator[None]:
+def failing_together(where: Path) -> Iterator[None]:
     """Raise errors of rank 0 on all ranks, and make all ranks wait for rank 0. Collective."""
     failure: CheckpointError | None = None
     try:

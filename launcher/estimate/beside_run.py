@@ -7,11 +7,19 @@ from typing import Any
 from launcher.config import Config
 from launcher.estimate.attention_kernels import CPU_KERNELS, GPU_KERNELS
 from launcher.estimate.estimator import Estimator
+from launcher.models.adapters import LoraSettings, with_adapters
+from launcher.models.build import build_on_meta
 from launcher.monitor.summary import EstimatedMemory
 
 
 def estimate_of_run(
-    model: Any, config: Config, world: int, sequence: int, *, on_host: bool
+    model: Any,
+    config: Config,
+    world: int,
+    sequence: int,
+    lora: LoraSettings | None = None,
+    *,
+    on_host: bool,
 ) -> list[EstimatedMemory] | str:
     """Return the expected memory of the first rank of each pipeline stage, or why it cannot be estimated.
 
@@ -19,9 +27,12 @@ def estimate_of_run(
         model: the configuration of the Hugging Face model.
         config: configuration of one replica.
         sequence: sequence length in tokens.
+        lora: the settings of the adapters that the run trains.
         on_host: whether the run is on CPUs, where offloaded tensors share the memory of the device.
     """
     try:
+        if lora is not None:
+            model = with_adapters(build_on_meta(model), lora)
         estimator = Estimator(model, attention=CPU_KERNELS if on_host else GPU_KERNELS, on_host=on_host)
         found = estimator.run(config, world, sequence)
     except Exception as error:  # no error here may prevent the summary of a finished run

@@ -38,10 +38,14 @@ def load_config(model: str) -> PretrainedConfig:
         return _config_from_file(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
+            adapters = (path / "adapter_config.json").is_file()
             raise ConfigError(
-                f"The model directory {model!r} has no config.json.",
+                f"The model directory {model!r} has no config.json"
+                + (", only adapters." if adapters else "."),
                 where=f"--model {model}",
-                fix="pass a directory written by save_pretrained, or the path of a config.json",
+                fix="merge the adapters into their model first: `launch export RUN OUT --format hf --model BASE`"
+                if adapters
+                else "pass a directory written by save_pretrained, or the path of a config.json",
             )
         return _config_from_file(path / "config.json")
     return _config_from_hub(model)

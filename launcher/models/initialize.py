@@ -55,7 +55,7 @@ def initialize_module(
         return
     device = next(iter(owned.values())).device
     keep = {(name, key) for key in owned}
-    with torch.no_grad(), guard_torch_init_functions(), _seeded(device, seed, name):
+    with torch.no_grad(), guard_torch_init_functions(), seeded(device, seed, name):
         for writer in plan.writers_of(name):
             with stand_ins(root, plan.touched_by(writer) - keep):
                 plan.call(root, writer)
@@ -90,7 +90,7 @@ def _check(plan: InitializationPlan, name: str, module: nn.Module, owned: dict[s
 
 
 @contextmanager
-def _seeded(device: torch.device, seed: int, name: str) -> Iterator[None]:
+def seeded(device: torch.device, seed: int, name: str) -> Iterator[None]:
     """Seed `device`'s generator from (seed, name) in this context, and restore the RNG state afterwards."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     value = int.from_bytes(digest[:8], "little") >> 1

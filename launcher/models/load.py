@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from launcher.errors import CheckpointError, first_names
+from launcher.models.build import EMBEDDED
 from launcher.models.fused import FusedExperts
 from launcher.models.names import match_names
 from launcher.models.safetensors_format import DTYPE_OF_NAME, INDEX_FILE, SINGLE_FILE
@@ -161,3 +162,30 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
         where=str(path),
         fix="the file is corrupted or incomplete; copy or download it again",
     )
+
+
+def weights_directory(name: str) -> Path | None:
+    """Return the directory with the safetensors of `--model`; None for a bare config or an embedded model."""
+    path = Path(name).expanduser()
+    if name in EMBEDDED or path.is_file():
+        return None
+    if path.is_dir():
+        return path if any(path.glob("*.safetensors")) else None
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise CheckpointError(
+            f"no such file or directory: {name}",
+            where=f"--model {name}",
+            fix="pass a local directory written by save_pretrained, a config.json, or a name on the "
+            "Hugging Face Hub",
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:
+        raise CheckpointError(
+            f"could not download the weights of {name!r} from the Hugging Face Hub: {error}",
+            where=f"--model {name}",
+            fix="pass a local directory written by save_pretrained, or only a config.json to train "
+            "from scratch",
+        ) from error

@@ -67,6 +67,13 @@ def match_names(model: PreTrainedModel, source: SafetensorsSource) -> dict[str, 
     return {name: _one_of(source, name, found[name]) for name in aliases if name in found}
 
 
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """Return {other name: first name} of tied parameters."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
 def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
     """Map the canonical name of every parameter and persistent buffer to all its names."""
     canonical: dict[int, str] = {}

@@ -118,7 +118,7 @@ def work_of(
     """Return the work of a model; the first block's memory traffic and operations are scaled to all blocks.
 
     Args:
-        given: the config of a causal LM; or one with LoRA adapters on meta (`estimate.adapters.with_adapters`).
+        given: the config of a causal LM; or one with LoRA adapters on meta (`models.adapters.with_adapters`).
 
     Raises:
         ConfigError: the model is not a causal LM with blocks.

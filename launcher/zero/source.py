@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from launcher.errors import LauncherError
+from launcher.models.state_names import persistent_buffers
 from launcher.tensor.split import BoxReader
 from launcher.zero.slot import ParamReader, ParamSlot
 
@@ -155,19 +156,33 @@ class MadeOnMeta:
 
 class StoredValues(MadeOnMeta):
     """Values read from a store, by boxes of logical parameters: each rank reads only the elements that it
-    keeps.
+    keeps. What the store lacks is initialized.
 
     Args:
         model: the whole model, on meta.
-        make: initialises buffers that the store does not contain.
-        read: parameter name -> reader of its boxes.
+        make: initializes the parameters and buffers that the store lacks.
+        read: name of a parameter or persistent buffer -> reader of its boxes; None if the store lacks it.
     """
 
-    def __init__(self, model: nn.Module, make: MakeModule, read: Callable[[str], BoxReader]) -> None:
+    def __init__(self, model: nn.Module, make: MakeModule, read: Callable[[str], BoxReader | None]) -> None:
         super().__init__(model, make)
         self.read = read
 
     @contextmanager
     def open(self, slots: list[ParamSlot]) -> Iterator[ParamReader]:
-        splits = {slot.name: slot.split for slot in slots}
-        yield lambda name, start, stop: splits[name].read(start, stop, self.read(name))
+        stored = {slot.name: (slot.split, read) for slot in slots if (read := self.read(slot.name))}
+        with super().open([slot for slot in slots if slot.name not in stored]) as made:
+
+            def values(name: str, start: int, stop: int) -> Tensor:
+                if name not in stored:
+                    return made(name, start, stop)
+                split, read = stored[name]
+                return split.read(start, stop, read)
+
+            yield values
+
+    def make_buffers(self, device: torch.device) -> None:
+        super().make_buffers(device)
+        for name, buffer in persistent_buffers(self.model):
+            if read := self.read(name):
+                buffer.copy_(read((0,) * buffer.dim(), tuple(buffer.shape)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from launcher.estimate.adapters import with_adapters
+from launcher.models.adapters import LoraSettings, with_adapters
 from launcher.models.build import build_on_meta, load_config
 from launcher.monitor.devices import device
 from launcher.pipeline.hf.costs import LayerCosts
@@ -97,7 +97,7 @@ def test_frozen_weights_have_no_gradients() -> None:
     """With LoRA, frozen weights have no gradient compute, reduction or step; at stage 3 they are still gathered."""
     pytest.importorskip("peft")
     config = load_config("default")
-    whole, lora = work_of(config, 256), work_of(with_adapters(build_on_meta(config), 8), 256)
+    whole, lora = work_of(config, 256), work_of(with_adapters(build_on_meta(config), LoraSettings(8)), 256)
     count = lora.adapters
     assert 0 < count == lora.parameters - whole.parameters < whole.parameters / 20
     assert lora.operations > whole.operations and lora.traffic > whole.traffic

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from launcher.checkpoint.deepspeed.meta import OPTIONS, types_of
-from launcher.checkpoint.hub_model import ties_of
 from launcher.checkpoint.megatron.names import MegatronTensor, tensors_of
 from launcher.checkpoint.megatron.opened import MASTERS, WRITER, MegatronFiles, wrong
 from launcher.checkpoint.names import COMMON_FILE, METADATA_FILE
@@ -24,6 +23,7 @@ from launcher.checkpoint.slices import FlatSlice, fill
 from launcher.checkpoint.source import STEP, SourceCheckpoint
 from launcher.errors import CheckpointError
 from launcher.models.build import build_on_meta, load_config
+from launcher.models.names import ties_of
 from launcher.models.settings import settings_of
 
 logger = logging.getLogger("launcher")

@@ -1,0 +1,151 @@
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on a model: PEFT's modules, their settings and initial values."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from launcher.errors import ConfigError
+from launcher.models.initialize import initialize_module, seeded
+from launcher.models.initialize_plan import plan_of
+from launcher.models.state_names import persistent_buffers
+from launcher.models.units import transformers_model_in
+
+EVERY_LAYER = "all-linear"
+FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+"""PEFT's names of the modules that hold the factors of an adapter."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The settings of LoRA adapters: a layer of weight W computes with W + alpha / rank * B A.
+
+    Args:
+        rank: rank of A and B.
+        targets: comma-separated names of the adapted layers, or "all-linear", as in PEFT's `target_modules`.
+        alpha: scale of the adapters; None: 2 * rank.
+        dropout: probability of dropout in front of A.
+    """
+
+    rank: int
+    targets: str = EVERY_LAYER
+    alpha: int | None = None
+    dropout: float = 0.0
+
+    @classmethod
+    def of_flags(cls, flags: argparse.Namespace) -> LoraSettings:
+        """Return the settings that --lora and the flags beside it request."""
+        more = {key: getattr(flags, f"lora_{key}", None) for key in ("targets", "alpha", "dropout")}
+        more["alpha"] = more["alpha"] or 2 * flags.lora
+        return cls(flags.lora, **{key: value for key, value in more.items() if value is not None})
+
+    @property
+    def scale(self) -> int:
+        """Return `alpha`, with its default."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+    def of_peft(self) -> Any:
+        """Return PEFT's LoraConfig.
+
+        Raises:
+            ConfigError: PEFT is not installed.
+        """
+        try:
+            from peft import LoraConfig
+        except ImportError:
+            raise ConfigError(
+                "LoRA adapters require PEFT, which is not installed", where="--lora", fix="pip install peft"
+            ) from None
+        return LoraConfig(
+            r=self.rank,
+            lora_alpha=self.scale,
+            lora_dropout=self.dropout,
+            target_modules=self.targets if self.targets == EVERY_LAYER else self._names(),
+            task_type="CAUSAL_LM",
+        )
+
+    def _names(self) -> list[str]:
+        return [name.strip() for name in self.targets.split(",")]
+
+
+def with_adapters(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
+    """Return PEFT's model, whose only trained parameters are the adapters.
+
+    Args:
+        model: may be on meta; modified in place.
+
+    Raises:
+        ConfigError: PEFT is not installed, or the model has no such layers.
+    """
+    config = settings.of_peft()
+    from peft import get_peft_model
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # raised by transformers when PEFT uses it
+            adapted: nn.Module = get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(
+            str(error).splitlines()[0],
+            where="--lora-targets",
+            fix=f"name layers of the model, such as q_proj,v_proj; or {EVERY_LAYER}",
+        ) from None
+    return adapted.train()
+
+
+def initializer_with_adapters(adapted: nn.Module, seed: int) -> Callable[[nn.Module, str, nn.Module], None]:
+    """Return a function (root, name, module) -> None that initializes what `module` owns directly, from the seed
+    and the name: factors as in PEFT, so that the adapters change nothing at first, and the rest as in
+    `initialize.initializer`.
+
+    Args:
+        adapted: the model from `with_adapters`, on meta; `root` may be a copy of it.
+    """
+    inside = transformers_model_in(adapted)
+    prefix = next(name for name, module in adapted.named_modules() if module is inside) + "."
+    plan = plan_of(inside)
+
+    def make(root: nn.Module, name: str, module: nn.Module) -> None:
+        factors = [part for part in name.split(".") if part in FACTORS]
+        if not factors:
+            initialize_module(transformers_model_in(root), name.removeprefix(prefix), module, seed, plan)
+            return
+        for value in module.parameters(recurse=False):
+            with torch.no_grad(), seeded(value.device, seed, name):
+                _START[factors[-1]](value)
+
+    return make
+
+
+_START: Mapping[str, Callable[[torch.Tensor], object]] = {
+    "lora_A": lambda value: nn.init.kaiming_uniform_(value, a=math.sqrt(5)),
+    "lora_B": nn.init.zeros_,
+    "lora_embedding_A": nn.init.zeros_,
+    "lora_embedding_B": nn.init.normal_,
+}
+
+
+def names_under(model: nn.Module, names: Mapping[str, str]) -> Callable[[nn.Module], dict[str, str]]:
+    """Return a function that maps the names of the same parameters and buffers in a model that wraps `model`.
+
+    Args:
+        model: before it is wrapped.
+        names: name in `model` -> any value.
+    """
+    values = {id(tensor): names[name] for name, tensor in _tensors(model) if name in names}
+    return lambda wrapped: {
+        name: values[id(tensor)] for name, tensor in _tensors(wrapped) if id(tensor) in values
+    }
+
+
+def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from persistent_buffers(model)
