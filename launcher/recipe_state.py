@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from launcher.checkpoint.tags import latest_tag
@@ -16,7 +17,8 @@ from launcher.engine.background_saves import choose_background
 from launcher.engine.nonfinite_tracer import weights_are_finite
 from launcher.engine.state import keep_state
 from launcher.errors import CheckpointError, ConfigError, NotFiniteError
-from launcher.models.adapters import LoraSettings
+from launcher.models.adapters import ADAPTED, LoraSettings
+from launcher.models.load import fingerprint_of
 from launcher.monitor.metrics import METRICS
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.resuming import Resuming
@@ -99,6 +101,7 @@ class RecipeState:
             "batch_keys": self.run.batch_keys,
             "replicas": self.run.replicas,
             "lora": None if self.lora is None else asdict(self.lora),
+            ADAPTED: self.adapted,
         }
 
     def choose_background(self) -> None:
@@ -161,7 +164,15 @@ class RecipeState:
     def _check_adapters(self, resuming: Resuming) -> None:
         was = resuming.client_state.get("lora")
         now = None if self.lora is None else asdict(self.lora)
-        if was == now or "tokens" not in resuming.client_state:  # of a script: only the names can be compared
+        if "tokens" not in resuming.client_state:  # of a script: only the names can be compared
+            return
+        if was == now:
+            if resuming.client_state.get(ADAPTED) != self.adapted and not self.run.args.allow_model_changes:
+                raise ConfigError(
+                    "the adapters of the checkpoint belong to other weights",
+                    where=f"--model {self.run.args.model}",
+                    fix="name the model that the run started from, or pass --allow-model-changes",
+                )
             return
         raise ConfigError(
             f"the checkpoint has {'no LoRA adapters' if was is None else _said(was)}, but this run has "
@@ -169,6 +180,11 @@ class RecipeState:
             where="--lora",
             fix="pass the same --lora, --lora-targets, --lora-alpha and --lora-dropout",
         )
+
+    @cached_property
+    def adapted(self) -> str | None:
+        """Return the fingerprint of the weights that are adapted, which are not in the checkpoints."""
+        return None if self.lora is None else fingerprint_of(self.run.args.model)
 
     def fingerprint(self) -> str | None:
         """Return the fingerprint of the tokenizer, or None without a tokenizer."""

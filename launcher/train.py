@@ -123,11 +123,11 @@ class Training:
     def fit(self) -> None:
         """Train to the last step, evaluating and saving along the way, and write the results at the end."""
         self.run.take_over()  # after loading: a run that fails to start must not replace anything
-        self.run.write_config(self.engine.config)
         if self.run.replicas == 1:
             self.state.resume()
         elif not self._join():
             return
+        self.run.write_config(self.engine.config)
         log = TrainingLog(self.run, self.engine, self.total_steps, self.width)
         if self.run.rank == 0 and self._leads:
             log.open(self.engine.global_steps)

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.source import SourceCheckpoint
 from launcher.errors import CheckpointError, first_names
-from launcher.models.adapters import FACTORS, LoraSettings, names_under, with_adapters
+from launcher.models.adapters import ADAPTED, FACTORS, LoraSettings, names_under, with_adapters
 from launcher.models.build import build_on_meta, load_config
-from launcher.models.load import SafetensorsSource, weights_directory
+from launcher.models.load import SafetensorsSource, fingerprint_of, weights_directory
 from launcher.models.names import ties_of
 from launcher.models.packaged import unpacked
 
@@ -41,6 +41,9 @@ def merged(stored: SourceCheckpoint, model: str, settings: LoraSettings) -> Sour
     Raises:
         CheckpointError: there are no such weights, or the adapters do not fit them.
     """
+    was = dict(stored.meta["client_state"]).get(ADAPTED)
+    if was is not None and was != fingerprint_of(unpacked(model)):
+        raise _error(stored, model, "they belong to other weights", "name the model that was adapted")
     base: Any = build_on_meta(load_config(model))
     values, read_as = _weights(stored, model, base)
     shapes = {name: parameter.shape for name, parameter in base.named_parameters()}

@@ -313,6 +313,10 @@ def _chosen(flags: Any) -> tuple[Path, str | None]:
     if not has_latest(given) and has_latest(given / CHECKPOINTS):  # a run's output directory
         return given / CHECKPOINTS, flags.tag
     below = [*given.glob("*/latest"), *given.glob("*/meta.json")]
+    if (given / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{given} contains adapters, not a checkpoint", fix="export the output directory of the run"
+        )
     if not has_latest(given) and not below and any(given.glob("*.safetensors")):
         raise ConfigError(
             f"{given} contains model weights, not a checkpoint",

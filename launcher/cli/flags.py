@@ -183,7 +183,7 @@ def check_adapter_flags(flags: argparse.Namespace) -> None:
     Raises:
         ConfigError: one of them is given and --lora is not.
     """
-    fix = "pass the rank of the adapters, too: --lora 16"
+    fix = "pass the rank of the adapters: --lora 16"
     for flag in ("--lora-targets", "--lora-alpha", "--lora-dropout", "--load-in-4bit"):
         if getattr(flags, flag.strip("-").replace("-", "_"), None) and not flags.lora:
             raise ConfigError(f"{flag} requires --lora", where=flag, fix=fix)

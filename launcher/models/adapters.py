@@ -20,6 +20,8 @@ from launcher.models.state_names import persistent_buffers
 from launcher.models.units import transformers_model_in
 
 EVERY_LAYER = "all-linear"
+ADAPTED = "adapted"
+"""Key of the client state of a checkpoint: the fingerprint of the weights that its adapters belong to."""
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """PEFT's names of the modules that hold the factors of an adapter."""
 
@@ -68,11 +70,13 @@ class LoraSettings:
             r=self.rank,
             lora_alpha=self.scale,
             lora_dropout=self.dropout,
-            target_modules=self.targets if self.targets == EVERY_LAYER else self._names(),
+            target_modules=self.targets if self.targets == EVERY_LAYER else self.names,
             task_type="CAUSAL_LM",
         )
 
-    def _names(self) -> list[str]:
+    @property
+    def names(self) -> list[str]:
+        """Return the target names one by one."""
         return [name.strip() for name in self.targets.split(",")]
 
 
@@ -88,6 +92,8 @@ def with_adapters(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
     config = settings.of_peft()
     from peft import get_peft_model
 
+    _check_targets(model, settings)
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # raised by transformers when PEFT uses it
@@ -99,6 +105,21 @@ def with_adapters(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
             fix=f"name layers of the model, such as q_proj,v_proj; or {EVERY_LAYER}",
         ) from None
     return adapted.train()
+
+
+def _check_targets(model: nn.Module, settings: LoraSettings) -> None:
+    """Raise ConfigError if a target matches no layer: PEFT ignores it as long as another one matches."""
+    layers = [name for name, _ in model.named_modules() if name]
+    for target in () if settings.targets == EVERY_LAYER else settings.names:
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            linear = {
+                n.rpartition(".")[2] for n, module in model.named_modules() if hasattr(module, "weight")
+            }
+            raise ConfigError(
+                f"the model has no layer {target}",
+                where="--lora-targets",
+                fix=f"name layers of the model: {', '.join(sorted(linear))}; or {EVERY_LAYER}",
+            )
 
 
 def initializer_with_adapters(adapted: nn.Module, seed: int) -> Callable[[nn.Module, str, nn.Module], None]:

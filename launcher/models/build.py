@@ -43,7 +43,8 @@ def load_config(model: str) -> PretrainedConfig:
                 f"The model directory {model!r} has no config.json"
                 + (", only adapters." if adapters else "."),
                 where=f"--model {model}",
-                fix="merge the adapters into their model first: `launch export RUN OUT --format hf --model BASE`"
+                fix="pass the model that they adapt, or merge them into it: `launch export RUN OUT --format hf "
+                "--model BASE`"
                 if adapters
                 else "pass a directory written by save_pretrained, or the path of a config.json",
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
@@ -17,6 +18,9 @@ from launcher.models.build import EMBEDDED
 from launcher.models.fused import FusedExperts
 from launcher.models.names import match_names
 from launcher.models.safetensors_format import DTYPE_OF_NAME, INDEX_FILE, SINGLE_FILE
+
+_FIRST = 4
+"""Values in each dimension that a fingerprint reads."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,23 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
         where=str(path),
         fix="the file is corrupted or incomplete; copy or download it again",
     )
+
+
+def fingerprint_of(name: str) -> str | None:
+    """Return a checksum of the names, shapes and first values of all weights of `--model`; None without weights.
+
+    It tells weights apart that were trained differently, and reads little.
+    """
+    directory = weights_directory(name)
+    if directory is None:
+        return None
+    source, digest = SafetensorsSource(directory), xxhash.xxh3_64()
+    for stored, info in sorted(source.names().items()):
+        first = source.read_box(
+            stored, (0,) * len(info.shape), tuple(min(_FIRST, size) for size in info.shape)
+        )
+        digest.update(f"{stored}{info.shape}{info.dtype}{first.double().flatten().tolist()}".encode())
+    return digest.hexdigest()
 
 
 def weights_directory(name: str) -> Path | None:

@@ -124,12 +124,18 @@ def test_adapters_of_experts(pool: WorkerPool, tmp_path: Path) -> None:
         vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=None,
     )  # fmt: skip
+    torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
     lora = LoraSettings(2)
-    losses, _ = pool.run(trained, 2, tmp_path / "base", config_of(3, 4, {}), lora, tmp_path)[0]
+    losses, _ = pool.run(trained, 2, tmp_path / "base", config_of(3, PARTS, {}), lora, tmp_path)[0]
+    before = plain(tmp_path / "base", tmp_path / "before").train()
+    factors = [name for name, p in before.named_parameters() if p.requires_grad and ".experts." in name]
+    assert len(factors) == 8
+    adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1)
+    assert losses == pytest.approx(
+        train_plain(before, batch, adamw, STEPS, PARTS, clip=CLIP).losses, rel=2e-6
+    )
     after = plain(tmp_path / "base", tmp_path / "after")
-    factors = [name for name, p in after.named_parameters() if p.requires_grad and ".experts." in name]
-    assert len(factors) == 8 and losses[-1] < losses[0]
     write_model(SourceCheckpoint.open(tmp_path / "checkpoints"), str(tmp_path / "base"), tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.allclose(logits(merged), logits(after), atol=2e-5)
@@ -192,6 +198,20 @@ def test_the_recipe_resumes_without_the_weights_in_its_checkpoint(pool: WorkerPo
     ]
     assert resumed[-2:] == losses[-2:]
 
+    # The same names and shapes, but other values.
+    tiny_llama(vocab=260, layers=2, seed=1).save_pretrained(tmp_path / "llama")
+    says = pool.run(run_recipe, 1, tmp_path, "other", *again, *adapters)[0]
+    assert "belong to other weights" in says and not (tmp_path / "other" / "flags.json").exists()
+    with pytest.raises(CheckpointError, match="they belong to other weights"):
+        write_model(found, str(tmp_path / "llama"), tmp_path / "merged")
+
 
 def test_flags_of_adapters_need_a_rank(pool: WorkerPool, tmp_path: Path) -> None:
     assert "--lora-alpha requires --lora" in pool.run(run_recipe, 1, tmp_path, "none", "--lora-alpha", "4")[0]
+
+
+def test_every_target_must_be_a_layer(tmp_path: Path) -> None:
+    """PEFT adapts those that it finds, and says nothing of the others."""
+    base = stored("llama", tmp_path)
+    with pytest.raises(ConfigError, match=r"no layer q_prj[^!]*q_proj, up_proj"):
+        engine_of(base, config_of(0, 4, {}), LoraSettings(2, "q_prj,v_proj"))
