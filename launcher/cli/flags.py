@@ -185,7 +185,8 @@ def check_adapter_flags(flags: argparse.Namespace) -> None:
     """
     fix = "pass the rank of the adapters: --lora 16"
     for flag in ("--lora-targets", "--lora-alpha", "--lora-dropout", "--load-in-4bit"):
-        if getattr(flags, flag.strip("-").replace("-", "_"), None) and not flags.lora:
+        value = getattr(flags, flag.strip("-").replace("-", "_"), None)
+        if value is not None and value is not False and not flags.lora:
             raise ConfigError(f"{flag} requires --lora", where=flag, fix=fix)
 
 

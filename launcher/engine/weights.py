@@ -57,7 +57,9 @@ def model_with_source(
     if directory is None:
         if lora is not None:
             raise ConfigError(
-                f"{name} has no weights to adapt", where=f"--model {name}", fix="leave out --lora"
+                f"{name} has no weights to adapt",
+                where=f"--model {name}",
+                fix="name a directory with weights",
             )
         return SourcedModel(model, None, f"initialised from seed {seed}")
     stored = SafetensorsSource(directory)
@@ -74,8 +76,8 @@ def model_with_source(
                 model = with_adapters(model, lora)
         return SourcedModel(model.train(), ModelValues(), how)
     renamed = names_under(model, names)
+    make = initializer(model, seed) if lora is None else initializer_with_adapters(model, seed)
     adapted = model if lora is None else with_adapters(model, lora)
-    make = initializer(model, seed) if lora is None else initializer_with_adapters(adapted, seed)
     found = renamed(adapted)
 
     def read(name: str) -> BoxReader | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from launcher.errors import ConfigError
-from launcher.models.initialize import initialize_module, seeded
-from launcher.models.initialize_plan import plan_of
+from launcher.models.initialize import initializer, seeded
 from launcher.models.state_names import persistent_buffers
-from launcher.models.units import transformers_model_in
 
 EVERY_LAYER = "all-linear"
 ADAPTED = "adapted"
@@ -47,6 +47,8 @@ class LoraSettings:
         """Return the settings that --lora and the flags beside it request."""
         more = {key: getattr(flags, f"lora_{key}", None) for key in ("targets", "alpha", "dropout")}
         more["alpha"] = more["alpha"] or 2 * flags.lora
+        if more["targets"]:
+            more["targets"] = ",".join(sorted({name.strip() for name in more["targets"].split(",")}))
         return cls(flags.lora, **{key: value for key, value in more.items() if value is not None})
 
     @property
@@ -99,8 +101,9 @@ def with_adapters(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
             warnings.simplefilter("ignore", FutureWarning)  # raised by transformers when PEFT uses it
             adapted: nn.Module = get_peft_model(model, config)
     except ValueError as error:
+        said = str(error).splitlines()[0]
         raise ConfigError(
-            str(error).splitlines()[0],
+            f"{said[:-1]} is not a layer that can be adapted" if said.endswith("(") else said,
             where="--lora-targets",
             fix=f"name layers of the model, such as q_proj,v_proj; or {EVERY_LAYER}",
         ) from None
@@ -122,30 +125,48 @@ def _check_targets(model: nn.Module, settings: LoraSettings) -> None:
             )
 
 
-def initializer_with_adapters(adapted: nn.Module, seed: int) -> Callable[[nn.Module, str, nn.Module], None]:
-    """Return a function (root, name, module) -> None that initializes what `module` owns directly, from the seed
-    and the name: factors as in PEFT, so that the adapters change nothing at first, and the rest as in
-    `initialize.initializer`.
+def initializer_with_adapters(
+    model: PreTrainedModel, seed: int
+) -> Callable[[nn.Module, str, nn.Module], None]:
+    """Return a function (root, name, module) -> None that initializes what `module` of the adapted model owns
+    directly, from the seed and the name: factors as in PEFT, so that the adapters change nothing at first, and the
+    rest as in `initialize.initializer`.
 
     Args:
-        adapted: the model from `with_adapters`, on meta; `root` may be a copy of it.
+        model: on meta, before `with_adapters`: a model's own initialization does not know the adapters.
     """
-    inside = transformers_model_in(adapted)
-    prefix = next(name for name, module in adapted.named_modules() if module is inside) + "."
-    plan = plan_of(inside)
+    before = copy.deepcopy(model)
+    make_before = initializer(before, seed)
 
     def make(root: nn.Module, name: str, module: nn.Module) -> None:
-        factors = [part for part in name.split(".") if part in FACTORS]
-        if not factors:
-            initialize_module(transformers_model_in(root), name.removeprefix(prefix), module, seed, plan)
+        path = name.split(".")
+        if factors := [part for part in path if part in FACTORS]:
+            for value in module.parameters(recurse=False):
+                with torch.no_grad(), seeded(value.device, seed, name):
+                    _START[factors[-1]](value)
             return
-        for value in module.parameters(recurse=False):
-            with torch.no_grad(), seeded(value.device, seed, name):
-                _START[factors[-1]](value)
+        path = [part for part in path[2 if path[:2] == _OUTER else 0 :] if part != "base_layer"]
+        twin = before.get_submodule(".".join(path))
+        with _lent(twin, module):
+            make_before(before, ".".join(path), twin)
 
     return make
 
 
+@contextmanager
+def _lent(twin: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Give `twin` the tensors of `module` inside the `with`."""
+    kept = dict(twin._parameters), dict(twin._buffers)
+    twin._parameters.update(module._parameters)
+    twin._buffers.update(module._buffers)
+    try:
+        yield
+    finally:
+        twin._parameters.update(kept[0])
+        twin._buffers.update(kept[1])
+
+
+_OUTER = ["base_model", "model"]  # PEFT's names of the model inside its own
 _START: Mapping[str, Callable[[torch.Tensor], object]] = {
     "lora_A": lambda value: nn.init.kaiming_uniform_(value, a=math.sqrt(5)),
     "lora_B": nn.init.zeros_,

@@ -111,7 +111,7 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 def _config_from_file(path: Path) -> PretrainedConfig:
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"), object_hook=_without_tags)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(
             f"{path} is not a readable JSON file: {_first_line(error)}",
@@ -135,6 +135,11 @@ def _config_from_file(path: Path) -> PretrainedConfig:
         ) from error
     config.name_or_path = "" if path.parent == Path(__file__).parent else str(path)
     return config
+
+
+def _without_tags(found: dict[str, Any]) -> Any:
+    """Return the number if a JSON object is transformers' way to write one that JSON does not have."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def _config_from_hub(model: str) -> PretrainedConfig:

@@ -205,7 +205,9 @@ class FlatBuffer:
         """Create a slot's leaf, and its handle if the buffer is sharded."""
         old = slot.leaf
         if old.is_meta:  # otherwise keep the user's parameter as the leaf: other references to it stay valid
-            slot.leaf = nn.Parameter(self.empty, requires_grad=old.requires_grad)
+            # Not of self.empty: leaves of one tensor share its version counter, so a write to one of them would look
+            # to autograd like a write to all.
+            slot.leaf = nn.Parameter(torch.empty_like(self.empty), requires_grad=old.requires_grad)
             slot.leaf.__dict__.update(old.__dict__)
         if self.sharded:
             slot.handle = ShardedParameter(slot)

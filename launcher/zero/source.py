@@ -182,7 +182,9 @@ class StoredValues(MadeOnMeta):
             yield values
 
     def make_buffers(self, device: torch.device) -> None:
-        super().make_buffers(device)
-        for name, buffer in persistent_buffers(self.model):
+        for name, buffer in list(persistent_buffers(self.model)):
             if read := self.read(name):
-                buffer.copy_(read((0,) * buffer.dim(), tuple(buffer.shape)))
+                owner, _, key = name.rpartition(".")
+                value = read((0,) * buffer.dim(), tuple(buffer.shape))
+                self.model.get_submodule(owner)._buffers[key] = value.to(device, buffer.dtype)
+        super().make_buffers(device)  # last: a module whose buffers are all stored may have no initialization

@@ -213,16 +213,17 @@ def buffer_of(ctx: RankContext, directory: Path, name: str) -> Tensor:
     return dict(engine.module.named_buffers())[name].clone()
 
 
-def test_buffers_are_read_as_well(pool: WorkerPool, tmp_path: Path) -> None:
-    """DeepSeek-V3 chooses experts by a bias, which is a buffer."""
-    model = tiny_model("deepseek_v3", 0)
-    name, bias = next(
-        (name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")
-    )
-    bias.copy_(torch.randn(bias.shape))
+@pytest.mark.parametrize(
+    ("kind", "suffix"), [("deepseek_v3", "e_score_correction_bias"), ("apertus", "act_fn.beta")]
+)
+def test_buffers_are_read_as_well(pool: WorkerPool, tmp_path: Path, kind: str, suffix: str) -> None:
+    """DeepSeek-V3 chooses experts by a bias, which is a buffer; nothing initializes those of Apertus."""
+    model = tiny_model(kind, 0)
+    name, buffer = next((name, b) for name, b in model.named_buffers() if name.endswith(suffix))
+    buffer.copy_(torch.randn(buffer.shape))
     model.save_pretrained(tmp_path)
     for found in pool.run(buffer_of, 2, tmp_path, name):
-        assert torch.equal(found, bias)
+        assert torch.equal(found, buffer)
 
 
 def test_weights_are_not_rounded_on_their_way_to_the_masters(pool: WorkerPool, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import runpy
@@ -118,7 +119,8 @@ def test_as_peft_in_one_process(
     assert not torch.allclose(after, logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-3)
 
 
-def test_adapters_of_experts(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 3)])
+def test_adapters_of_experts(pool: WorkerPool, tmp_path: Path, world: int, stage: int) -> None:
     """PEFT adapts the matrices of experts, too: they are one parameter each."""
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
@@ -127,7 +129,7 @@ def test_adapters_of_experts(pool: WorkerPool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
     lora = LoraSettings(2)
-    losses, _ = pool.run(trained, 2, tmp_path / "base", config_of(3, PARTS, {}), lora, tmp_path)[0]
+    losses, _ = pool.run(trained, world, tmp_path / "base", config_of(stage, PARTS, {}), lora, tmp_path)[0]
     before = plain(tmp_path / "base", tmp_path / "before").train()
     factors = [name for name, p in before.named_parameters() if p.requires_grad and ".experts." in name]
     assert len(factors) == 8
@@ -215,3 +217,8 @@ def test_every_target_must_be_a_layer(tmp_path: Path) -> None:
     base = stored("llama", tmp_path)
     with pytest.raises(ConfigError, match=r"no layer q_prj[^!]*q_proj, up_proj"):
         engine_of(base, config_of(0, 4, {}), LoraSettings(2, "q_prj,v_proj"))
+
+
+def test_targets_are_a_set() -> None:
+    flags = argparse.Namespace(lora=4, lora_targets="v_proj, q_proj,v_proj")
+    assert LoraSettings.of_flags(flags) == LoraSettings(4, "q_proj,v_proj", alpha=8)

@@ -102,3 +102,10 @@ def test_not_a_causal_model_or_numbers_that_do_not_fit(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ConfigError, match="vit"):
         build_on_meta(load_config(str(path)))
+
+
+def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    """transformers writes infinity as {"__float__": "Infinity"}."""
+    AutoConfig.for_model("mamba2", time_step_limit=(0.0, float("inf"))).save_pretrained(tmp_path)
+    assert '"__float__"' in (tmp_path / "config.json").read_text()
+    assert list(load_config(str(tmp_path)).time_step_limit) == [0.0, float("inf")]
