@@ -26,7 +26,7 @@ RANK, SEQUENCE, STEPS, WARMUP_STEPS = 8, 256, 16, 3
 def main(config: str, result: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(load_config("default"))
-    adapted: Any = with_adapters(model, LoraSettings(RANK))
+    adapted: Any = with_adapters(model, LoraSettings.of(RANK))
     engine, *_ = launcher.initialize(model=adapted, config=config)
     ids = torch.randint(200, (engine.train_micro_batch_size_per_gpu(), SEQUENCE))
     times = []

@@ -77,7 +77,7 @@ def measured(mode: str, directory: Path) -> MeasuredRun:
     start = ["--num_gpus", str(RANKS), "--device", "cpu"]
     if "LoRA" in mode:
         _launch(*start, adapter_steps.__file__, str(config), str(run))
-        model = with_adapters(build_on_meta(load_config("default")), LoraSettings(adapter_steps.RANK))
+        model = with_adapters(build_on_meta(load_config("default")), LoraSettings.of(adapter_steps.RANK))
         work = work_of(model, adapter_steps.SEQUENCE, torch.float32)
         return MeasuredRun(layout_of(load(content), RANKS), work, json.loads(run.read_text(encoding="utf-8")))
     family = "default-moe" if mode.startswith("ep") else "default"

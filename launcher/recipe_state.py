@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.checkpoint.tags import latest_tag
@@ -17,8 +17,7 @@ from launcher.engine.background_saves import choose_background
 from launcher.engine.nonfinite_tracer import weights_are_finite
 from launcher.engine.state import keep_state
 from launcher.errors import CheckpointError, ConfigError, NotFiniteError
-from launcher.models.adapters import ADAPTED, LoraSettings
-from launcher.models.load import fingerprint_of
+from launcher.models.adapters import ADAPTED, SETTINGS, TrainedAdapters
 from launcher.monitor.metrics import METRICS
 from launcher.optim.loss_scale import LossScaleExhausted
 from launcher.resuming import Resuming
@@ -36,7 +35,7 @@ class RecipeState:
         total_steps: optimizer steps of the whole run.
         tokenizer: None if the run has no tokenizer.
         width: tokens per sequence.
-        lora: the settings of the adapters that the run trains; their checkpoints leave out the frozen weights.
+        adapters: that the run trains; their checkpoints leave out the frozen weights.
 
     Attributes:
         tokens: tokens seen so far, over all ranks.
@@ -50,7 +49,7 @@ class RecipeState:
     total_steps: int
     tokenizer: Any
     width: int
-    lora: LoraSettings | None = None
+    adapters: TrainedAdapters | None = None
     tokens: int = 0
     nonfinite: int = 0
     saves_chosen: bool = False
@@ -80,7 +79,7 @@ class RecipeState:
             self.run.checkpoints,
             tag,
             client_state=self.client_state(),
-            exclude_frozen_parameters=self.lora is not None,
+            exclude_frozen_parameters=self.adapters is not None,
         )
         return True
 
@@ -100,8 +99,7 @@ class RecipeState:
             "tokenizer": self.fingerprint(),
             "batch_keys": self.run.batch_keys,
             "replicas": self.run.replicas,
-            "lora": None if self.lora is None else asdict(self.lora),
-            ADAPTED: self.adapted,
+            **self._adapter_state(),
         }
 
     def choose_background(self) -> None:
@@ -134,7 +132,7 @@ class RecipeState:
         path, client = self.engine.load_checkpoint(
             resuming.directory,
             resuming.tag,
-            exclude_frozen_parameters=self.lora is not None,
+            exclude_frozen_parameters=self.adapters is not None,
             allow_model_changes=self.run.args.allow_model_changes,
         )
         if resuming.is_of_recipe:
@@ -162,29 +160,24 @@ class RecipeState:
         )
 
     def _check_adapters(self, resuming: Resuming) -> None:
-        was = resuming.client_state.get("lora")
-        now = None if self.lora is None else asdict(self.lora)
-        if "tokens" not in resuming.client_state:  # of a script: only the names can be compared
+        if not resuming.is_of_recipe:  # only names and shapes can be compared
             return
-        if was == now:
-            if resuming.client_state.get(ADAPTED) != self.adapted and not self.run.args.allow_model_changes:
-                raise ConfigError(
-                    "the adapters of the checkpoint belong to other weights",
-                    where=f"--model {self.run.args.model}",
-                    fix="name the model that the run started from, or pass --allow-model-changes",
-                )
-            return
-        raise ConfigError(
-            f"the checkpoint has {'no LoRA adapters' if was is None else _said(was)}, but this run has "
-            f"{'none' if now is None else _said(now)}",
-            where="--lora",
-            fix="pass the same --lora, --lora-targets, --lora-alpha and --lora-dropout",
-        )
+        was, now = resuming.client_state, self._adapter_state()
+        if was.get(SETTINGS) != now.get(SETTINGS):
+            raise ConfigError(
+                f"the checkpoint has {_said(was) or 'no LoRA adapters'}, but this run has {_said(now) or 'none'}",
+                where="--lora",
+                fix="pass the same --lora, --lora-targets, --lora-alpha and --lora-dropout",
+            )
+        if was.get(ADAPTED) != now.get(ADAPTED) and not self.run.args.allow_model_changes:
+            raise ConfigError(
+                "the adapters of the checkpoint belong to other weights",
+                where=f"--model {self.run.args.model}",
+                fix="name the model that the run started from, or pass --allow-model-changes",
+            )
 
-    @cached_property
-    def adapted(self) -> str | None:
-        """Return the fingerprint of the weights that are adapted, which are not in the checkpoints."""
-        return None if self.lora is None else fingerprint_of(self.run.args.model)
+    def _adapter_state(self) -> dict[str, Any]:
+        return {} if self.adapters is None else self.adapters.client_state()
 
     def fingerprint(self) -> str | None:
         """Return the fingerprint of the tokenizer, or None without a tokenizer."""
@@ -215,5 +208,6 @@ class RecipeState:
             self.engine.collect_python_gc()
 
 
-def _said(settings: dict[str, Any]) -> str:
-    return f"LoRA adapters with {', '.join(f'{key} {value}' for key, value in settings.items())}"
+def _said(client_state: Mapping[str, Any]) -> str | None:
+    settings = client_state.get(SETTINGS)
+    return settings and f"LoRA adapters with {', '.join(f'{key} {value}' for key, value in settings.items())}"

@@ -22,8 +22,7 @@ from launcher.engine.documents import POSITIONS, check_kept_apart, for_attention
 from launcher.engine.token_weights import learned_tokens, token_weights
 from launcher.errors import ConfigError
 from launcher.experts.load import ExpertLoad
-from launcher.models.adapters import LoraSettings
-from launcher.models.load import weights_directory
+from launcher.models.adapters import TrainedAdapters
 from launcher.monitor.memory import StepMemory, peak_memory_bytes
 from launcher.monitor.metrics import METRICS, read_metrics
 from launcher.monitor.plot import plot_loss
@@ -50,7 +49,7 @@ class Training:
         total_steps: optimizer steps of the whole run; with `--resume` it includes the earlier steps.
         name: the model's name, for display.
         tokenizer: saved next to the final weights.
-        lora: the settings of the adapters that are trained.
+        adapters: that are trained; None: the whole model is.
     """
 
     run: Run
@@ -60,7 +59,7 @@ class Training:
     total_steps: int
     name: str
     tokenizer: Any = None
-    lora: LoraSettings | None = None
+    adapters: TrainedAdapters | None = None
     loader: GlobalBatchLoader = field(init=False)
     state: RecipeState = field(init=False)
     expert_load: ExpertLoad = field(init=False)
@@ -94,7 +93,14 @@ class Training:
         self.width = row["input_ids"].shape[1]
         identity = Identity.of(self.train_set, self.run.args.seed)
         self.state = RecipeState(
-            self.run, engine, self.loader, identity, self.total_steps, self.tokenizer, self.width, self.lora
+            self.run,
+            engine,
+            self.loader,
+            identity,
+            self.total_steps,
+            self.tokenizer,
+            self.width,
+            self.adapters,
         )
         self._check_length()
         if POSITIONS in row:
@@ -312,14 +318,12 @@ class Training:
 
     def _export(self) -> None:
         """Write the final weights, or the adapters alone. Every rank must call it."""
-        if self.lora is None:
+        if self.adapters is None:
             self.engine.save_16bit_model(self.run.model_dir)
             return
         from launcher.engine.adapter_files import export_adapters
 
-        directory = weights_directory(self.run.args.model)
-        base = self.name if directory is None else str(directory.resolve())
-        export_adapters(self.engine, self.run.model_dir, base)
+        export_adapters(self.engine, self.run.model_dir, self.adapters.base)
 
     def _leave(self) -> None:
         self.engine.telemetry.close()
@@ -358,7 +362,7 @@ class Training:
                 engine.resolved,
                 engine.world_size,
                 self.width,
-                self.lora,
+                None if self.adapters is None else self.adapters.settings,
                 on_host=engine.device.type == "cpu",
             ),
             dynamic_loss_scale=engine.loss_scaler.dynamic,
@@ -378,7 +382,7 @@ class Training:
             **({"expert load": output / "experts.png"} if self.expert_load.experts else {}),
             **({"schedule": output / TIMELINE} if "pipeline" in more else {}),
             "checkpoints": self.run.checkpoints,
-            **({} if "stopped" in more else {"adapters" if self.lora else "model": self.run.model_dir}),
+            **({} if "stopped" in more else {"adapters" if self.adapters else "model": self.run.model_dir}),
             "logs": output / "logs",
         }
         print_summary(summary, written, self.run.console)

@@ -105,7 +105,7 @@ def main() -> None:
             run.say(f"{when:8}{args.sample} -> {tokenizer.decode(answer, skip_special_tokens=True).strip()}")
 
     sample("before")
-    Training(run, engine, train_set, eval_set, total_steps, name, tokenizer, lora).fit()
+    Training(run, engine, train_set, eval_set, total_steps, name, tokenizer, made.adapters).fit()
     sample("after")
 
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from launcher.checkpoint.slices import FlatSlice
 from launcher.checkpoint.source import SourceCheckpoint
 from launcher.errors import CheckpointError, first_names
-from launcher.models.adapters import ADAPTED, FACTORS, LoraSettings, names_under, with_adapters
+from launcher.models.adapters import ADAPTED, FACTORS, SETTINGS, LoraSettings, names_under, with_adapters
 from launcher.models.build import build_on_meta, load_config
-from launcher.models.load import SafetensorsSource, fingerprint_of, weights_directory
+from launcher.models.load import SafetensorsSource, weights_directory
 from launcher.models.names import ties_of
 from launcher.models.packaged import unpacked
 
@@ -26,9 +26,13 @@ WITH_PEFT = "load the adapters with PEFT, and call merge_and_unload()"
 
 def settings_in(stored: SourceCheckpoint) -> LoraSettings | None:
     """Return the settings of the adapters that a recipe trained; None if there are no adapters, or of a script."""
-    said = dict(stored.meta.get("client_state") or {}).get("lora")
+    said = _client_state(stored).get(SETTINGS)
     known = {field.name for field in fields(LoraSettings)}
     return LoraSettings(**said) if isinstance(said, dict) and said.keys() == known else None
+
+
+def _client_state(stored: SourceCheckpoint) -> dict[str, Any]:
+    return dict(stored.meta.get("client_state") or {})
 
 
 def merged(stored: SourceCheckpoint, model: str, settings: LoraSettings) -> SourceCheckpoint:
@@ -41,9 +45,6 @@ def merged(stored: SourceCheckpoint, model: str, settings: LoraSettings) -> Sour
     Raises:
         CheckpointError: there are no such weights, or the adapters do not fit them.
     """
-    was = dict(stored.meta["client_state"]).get(ADAPTED)
-    if was is not None and was != fingerprint_of(unpacked(model)):
-        raise _error(stored, model, "they belong to other weights", "name the model that was adapted")
     base: Any = build_on_meta(load_config(model))
     values, read_as = _weights(stored, model, base)
     shapes = {name: parameter.shape for name, parameter in base.named_parameters()}
@@ -83,6 +84,8 @@ def _weights(
     if directory is None:
         raise _error(stored, model, "it has no weights", "name the model that was adapted")
     values = SafetensorsSource(directory)
+    if _client_state(stored).get(ADAPTED) not in (None, values.fingerprint()):  # None: saved by a script
+        raise _error(stored, model, "they belong to other weights", "name the model that was adapted")
     if (names := values.match_names(base)) is None:
         raise _error(stored, model, "transformers converts its weights when it loads them", WITH_PEFT)
     return values, names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from launcher.errors import ConfigError
-from launcher.models.adapters import LoraSettings, initializer_with_adapters, names_under, with_adapters
+from launcher.models.adapters import (
+    LoraSettings,
+    TrainedAdapters,
+    initializer_with_adapters,
+    names_under,
+    with_adapters,
+)
 from launcher.models.build import build_on_meta, switch_off_cache
 from launcher.models.companions import adopt_generation
 from launcher.models.initialize import initializer, seeded
@@ -28,11 +35,13 @@ class SourcedModel:
         model: on meta, unless the full weights had to be loaded.
         source: passed to launcher.initialize(); None initializes from the seed.
         how: a one-line description.
+        adapters: the adapters that are trained; None: the whole model is.
     """
 
     model: nn.Module
     source: ParamSource | None
     how: str
+    adapters: TrainedAdapters | None = None
 
 
 def model_with_source(
@@ -63,6 +72,7 @@ def model_with_source(
             )
         return SourcedModel(model, None, f"initialised from seed {seed}")
     stored = SafetensorsSource(directory)
+    adapters = None if lora is None else TrainedAdapters(lora, _named(name), stored.fingerprint())
     names = stored.match_names(model)
     if names is None:  # transformers renames or fuses the weights of this model type on load
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -74,7 +84,7 @@ def model_with_source(
         if lora is not None:
             with seeded(torch.device("cpu"), seed, ""):
                 model = with_adapters(model, lora)
-        return SourcedModel(model.train(), ModelValues(), how)
+        return SourcedModel(model.train(), ModelValues(), how, adapters)
     renamed = names_under(model, names)
     make = initializer(model, seed) if lora is None else initializer_with_adapters(model, seed)
     adapted = model if lora is None else with_adapters(model, lora)
@@ -84,4 +94,10 @@ def model_with_source(
         return partial(stored.read_box, found[name]) if name in found else None
 
     source = StoredValues(adapted, make, read)
-    return SourcedModel(adapted, source, f"weights of {directory}, each rank reads its slices")
+    return SourcedModel(adapted, source, f"weights of {directory}, each rank reads its slices", adapters)
+
+
+def _named(name: str) -> str:
+    """Return the value of `--model` as others find it: an absolute path, or the name on the Hub."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name

@@ -6,9 +6,9 @@ import argparse
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from launcher.errors import ConfigError
 from launcher.models.initialize import initializer, seeded
-from launcher.models.state_names import persistent_buffers
+from launcher.models.state_names import persistent
 
 EVERY_LAYER = "all-linear"
-ADAPTED = "adapted"
-"""Key of the client state of a checkpoint: the fingerprint of the weights that its adapters belong to."""
+SETTINGS, ADAPTED = "lora", "adapted"
+"""Keys of the client state of a checkpoint: the settings of its adapters, and the fingerprint of the weights that
+they belong to."""
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """PEFT's names of the modules that hold the factors of an adapter."""
 
@@ -32,29 +33,31 @@ class LoraSettings:
 
     Args:
         rank: rank of A and B.
-        targets: comma-separated names of the adapted layers, or "all-linear", as in PEFT's `target_modules`.
-        alpha: scale of the adapters; None: 2 * rank.
+        targets: comma-separated names of the adapted layers, sorted; or "all-linear", as in PEFT's
+            `target_modules`.
+        alpha: scale of the adapters.
         dropout: probability of dropout in front of A.
     """
 
     rank: int
-    targets: str = EVERY_LAYER
-    alpha: int | None = None
-    dropout: float = 0.0
+    targets: str
+    alpha: int
+    dropout: float
+
+    @classmethod
+    def of(
+        cls, rank: int, targets: str | None = None, alpha: int | None = None, dropout: float | None = None
+    ) -> LoraSettings:
+        """Return settings with defaults for None: all linear layers, alpha 2 * rank, no dropout."""
+        names = {name.strip() for name in (targets or EVERY_LAYER).split(",")}
+        return cls(rank, ",".join(sorted(names)), alpha or 2 * rank, dropout or 0.0)
 
     @classmethod
     def of_flags(cls, flags: argparse.Namespace) -> LoraSettings:
         """Return the settings that --lora and the flags beside it request."""
-        more = {key: getattr(flags, f"lora_{key}", None) for key in ("targets", "alpha", "dropout")}
-        more["alpha"] = more["alpha"] or 2 * flags.lora
-        if more["targets"]:
-            more["targets"] = ",".join(sorted({name.strip() for name in more["targets"].split(",")}))
-        return cls(flags.lora, **{key: value for key, value in more.items() if value is not None})
-
-    @property
-    def scale(self) -> int:
-        """Return `alpha`, with its default."""
-        return 2 * self.rank if self.alpha is None else self.alpha
+        return cls.of(
+            flags.lora, *(getattr(flags, f"lora_{key}", None) for key in ("targets", "alpha", "dropout"))
+        )
 
     def of_peft(self) -> Any:
         """Return PEFT's LoraConfig.
@@ -70,16 +73,35 @@ class LoraSettings:
             ) from None
         return LoraConfig(
             r=self.rank,
-            lora_alpha=self.scale,
+            lora_alpha=self.alpha,
             lora_dropout=self.dropout,
-            target_modules=self.targets if self.targets == EVERY_LAYER else self.names,
+            target_modules=self.names or EVERY_LAYER,
             task_type="CAUSAL_LM",
         )
 
     @property
     def names(self) -> list[str]:
-        """Return the target names one by one."""
-        return [name.strip() for name in self.targets.split(",")]
+        """Return the target names one by one; none for all linear layers."""
+        return [] if self.targets == EVERY_LAYER else self.targets.split(",")
+
+
+@dataclass(frozen=True)
+class TrainedAdapters:
+    """The adapters that a run trains, and the weights that they belong to, which are not in its checkpoints.
+
+    Args:
+        settings: of the adapters.
+        base: directory of the weights, or their name on the Hub.
+        fingerprint: `SafetensorsSource.fingerprint` of the weights.
+    """
+
+    settings: LoraSettings
+    base: str
+    fingerprint: str
+
+    def client_state(self) -> dict[str, Any]:
+        """Return what a checkpoint records of them."""
+        return {SETTINGS: asdict(self.settings), ADAPTED: self.fingerprint}
 
 
 def with_adapters(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
@@ -95,7 +117,6 @@ def with_adapters(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
     from peft import get_peft_model
 
     _check_targets(model, settings)
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # raised by transformers when PEFT uses it
@@ -113,15 +134,15 @@ def with_adapters(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
 def _check_targets(model: nn.Module, settings: LoraSettings) -> None:
     """Raise ConfigError if a target matches no layer: PEFT ignores it as long as another one matches."""
     layers = [name for name, _ in model.named_modules() if name]
-    for target in () if settings.targets == EVERY_LAYER else settings.names:
+    for target in settings.names:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
-            linear = {
-                n.rpartition(".")[2] for n, module in model.named_modules() if hasattr(module, "weight")
+            weighted = {
+                name.rpartition(".")[2] for name, layer in model.named_modules() if hasattr(layer, "weight")
             }
             raise ConfigError(
                 f"the model has no layer {target}",
                 where="--lora-targets",
-                fix=f"name layers of the model: {', '.join(sorted(linear))}; or {EVERY_LAYER}",
+                fix=f"name layers of the model: {', '.join(sorted(weighted))}; or {EVERY_LAYER}",
             )
 
 
@@ -182,12 +203,7 @@ def names_under(model: nn.Module, names: Mapping[str, str]) -> Callable[[nn.Modu
         model: before it is wrapped.
         names: name in `model` -> any value.
     """
-    values = {id(tensor): names[name] for name, tensor in _tensors(model) if name in names}
+    values = {id(tensor): names[name] for name, tensor in persistent(model) if name in names}
     return lambda wrapped: {
-        name: values[id(tensor)] for name, tensor in _tensors(wrapped) if id(tensor) in values
+        name: values[id(tensor)] for name, tensor in persistent(wrapped) if id(tensor) in values
     }
-
-
-def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from persistent_buffers(model)

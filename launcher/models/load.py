@@ -112,6 +112,19 @@ class SafetensorsSource:
         `launcher.models.names.match_names`."""
         return match_names(model, self)
 
+    def fingerprint(self) -> str:
+        """Return a checksum of the names, shapes and first values of all tensors, as they are stored.
+
+        It tells weights apart that were trained differently, and reads little.
+        """
+        digest = xxhash.xxh3_64()
+        for name in sorted(self._infos.keys() - self._fused.keys()):
+            info = self._infos[name]
+            corner = tuple(min(_FIRST, size) for size in info.shape)
+            first = self.read_box(name, (0,) * len(corner), corner)
+            digest.update(f"{name}{info.shape}{info.dtype}{first.double().flatten().tolist()}".encode())
+        return digest.hexdigest()
+
     def _info(self, name: str) -> TensorInfo:
         if name not in self._infos:
             raise CheckpointError(f"The weights have no tensor {name!r}.", where=str(self.directory))
@@ -166,23 +179,6 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
         where=str(path),
         fix="the file is corrupted or incomplete; copy or download it again",
     )
-
-
-def fingerprint_of(name: str) -> str | None:
-    """Return a checksum of the names, shapes and first values of all weights of `--model`; None without weights.
-
-    It tells weights apart that were trained differently, and reads little.
-    """
-    directory = weights_directory(name)
-    if directory is None:
-        return None
-    source, digest = SafetensorsSource(directory), xxhash.xxh3_64()
-    for stored, info in sorted(source.names().items()):
-        first = source.read_box(
-            stored, (0,) * len(info.shape), tuple(min(_FIRST, size) for size in info.shape)
-        )
-        digest.update(f"{stored}{info.shape}{info.dtype}{first.double().flatten().tolist()}".encode())
-    return digest.hexdigest()
 
 
 def weights_directory(name: str) -> Path | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from launcher.errors import CheckpointError, first_names
-from launcher.models.state_names import persistent_buffers
+from launcher.models.state_names import persistent
 
 if TYPE_CHECKING:
     from launcher.models.load import SafetensorsSource
@@ -78,7 +77,7 @@ def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
     """Map the canonical name of every parameter and persistent buffer to all its names."""
     canonical: dict[int, str] = {}
     groups: dict[str, set[str]] = {}
-    for name, tensor in _persistent(model):
+    for name, tensor in persistent(model, every_name=True):
         first = canonical.setdefault(id(tensor), name)
         groups.setdefault(first, set()).add(name)
     # Tied parameters may no longer be one object, if the caller has replaced parameters one by one.
@@ -86,11 +85,6 @@ def _aliases(model: PreTrainedModel) -> dict[str, set[str]]:
         if target in groups and origin in groups and target != origin:
             groups[origin] |= groups.pop(target)
     return groups
-
-
-def _persistent(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from persistent_buffers(model)
 
 
 def _target(
@@ -137,7 +131,7 @@ def _complain(
     optional = list(model._keys_to_ignore_on_load_missing or ())
     missing = [name for name in missing if not any(re.search(p, a) for p in optional for a in aliases[name])]
     stored = source.names()
-    shapes = {name: tuple(tensor.shape) for name, tensor in _persistent(model)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in persistent(model, every_name=True)}
     wrong = [
         f"{name} is {shapes[name]} in the model and {stored[other].shape} in the file"
         for name, others in found.items()

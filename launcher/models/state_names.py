@@ -16,6 +16,12 @@ def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{key}" if prefix else key), buffer
 
 
+def persistent(model: nn.Module, *, every_name: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for all parameters and persistent buffers: tied parameters once, or under every name."""
+    yield from model.named_parameters(remove_duplicate=not every_name)
+    yield from persistent_buffers(model)
+
+
 def places_of(model: nn.Module) -> Callable[[str], int]:
     """Return a function from a name to its index in the current state_dict(); names added later come last."""
     names = [

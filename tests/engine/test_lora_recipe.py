@@ -80,11 +80,11 @@ def logits(model: PreTrainedModel | PeftModel) -> Tensor:
 
 
 CASES = [
-    ("llama", 1, 2, {}, LoraSettings(4)),
-    ("llama, tied", 2, 3, {}, LoraSettings(4, alpha=3)),
-    ("llama, tied", 2, 2, {"tensor_parallel": {"autotp_size": 2}}, LoraSettings(4)),
-    ("llama", 2, 1, {"pipeline": {"stages": 2}}, LoraSettings(4, "q_proj, down_proj")),
-    ("gpt2", 2, 3, {}, LoraSettings(2)),
+    ("llama", 1, 2, {}, LoraSettings.of(4)),
+    ("llama, tied", 2, 3, {}, LoraSettings.of(4, alpha=3)),
+    ("llama, tied", 2, 2, {"tensor_parallel": {"autotp_size": 2}}, LoraSettings.of(4)),
+    ("llama", 2, 1, {"pipeline": {"stages": 2}}, LoraSettings.of(4, "q_proj, down_proj")),
+    ("gpt2", 2, 3, {}, LoraSettings.of(2)),
 ]
 
 
@@ -128,7 +128,7 @@ def test_adapters_of_experts(pool: WorkerPool, tmp_path: Path, world: int, stage
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
-    lora = LoraSettings(2)
+    lora = LoraSettings.of(2)
     losses, _ = pool.run(trained, world, tmp_path / "base", config_of(stage, PARTS, {}), lora, tmp_path)[0]
     before = plain(tmp_path / "base", tmp_path / "before").train()
     factors = [name for name, p in before.named_parameters() if p.requires_grad and ".experts." in name]
@@ -144,7 +144,7 @@ def test_adapters_of_experts(pool: WorkerPool, tmp_path: Path, world: int, stage
 
 
 def test_what_cannot_be_merged_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    base, lora = stored("llama, tied", tmp_path), LoraSettings(2, "embed_tokens,q_proj")
+    base, lora = stored("llama, tied", tmp_path), LoraSettings.of(2, "embed_tokens,q_proj")
     pool.run(trained, 1, base, config_of(0, 4, {}), lora, tmp_path)
     found = SourceCheckpoint.open(tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight is tied to another layer"):
@@ -216,9 +216,9 @@ def test_every_target_must_be_a_layer(tmp_path: Path) -> None:
     """PEFT adapts those that it finds, and says nothing of the others."""
     base = stored("llama", tmp_path)
     with pytest.raises(ConfigError, match=r"no layer q_prj[^!]*q_proj, up_proj"):
-        engine_of(base, config_of(0, 4, {}), LoraSettings(2, "q_prj,v_proj"))
+        engine_of(base, config_of(0, 4, {}), LoraSettings.of(2, "q_prj,v_proj"))
 
 
 def test_targets_are_a_set() -> None:
     flags = argparse.Namespace(lora=4, lora_targets="v_proj, q_proj,v_proj")
-    assert LoraSettings.of_flags(flags) == LoraSettings(4, "q_proj,v_proj", alpha=8)
+    assert LoraSettings.of_flags(flags) == LoraSettings.of(4, "q_proj,v_proj", alpha=8)

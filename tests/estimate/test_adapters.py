@@ -55,7 +55,7 @@ def adapted(targets: str = "all-linear") -> nn.Module:
         hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=4000, use_cache=False,
     )  # fmt: skip
-    return with_adapters(build_on_meta(config), LoraSettings(8, targets))
+    return with_adapters(build_on_meta(config), LoraSettings.of(8, targets))
 
 
 def config_of(**sections: Any) -> Any:
@@ -88,9 +88,11 @@ def test_four_bits_per_weight(stage: int) -> None:
         hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=4000, use_cache=False,
     )  # fmt: skip
-    model = pack_frozen(with_adapters(build_on_meta(config), LoraSettings(8)))
+    model = pack_frozen(with_adapters(build_on_meta(config), LoraSettings.of(8)))
     estimator = Estimator(model)
-    assert estimator.parameters == Estimator(with_adapters(build_on_meta(config), LoraSettings(8))).parameters
+    assert (
+        estimator.parameters == Estimator(with_adapters(build_on_meta(config), LoraSettings.of(8))).parameters
+    )
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     found = estimator.estimate(config_of(zero_optimization=zero, gradient_clipping=0.0), 2, 0, TOKENS)
     between, step = {2: (24.90, 96.08), 3: (35.82, 97.48)}[stage]

@@ -97,7 +97,7 @@ def test_frozen_weights_have_no_gradients() -> None:
     """With LoRA, frozen weights have no gradient compute, reduction or step; at stage 3 they are still gathered."""
     pytest.importorskip("peft")
     config = load_config("default")
-    whole, lora = work_of(config, 256), work_of(with_adapters(build_on_meta(config), LoraSettings(8)), 256)
+    whole, lora = work_of(config, 256), work_of(with_adapters(build_on_meta(config), LoraSettings.of(8)), 256)
     count = lora.adapters
     assert 0 < count == lora.parameters - whole.parameters < whole.parameters / 20
     assert lora.operations > whole.operations and lora.traffic > whole.traffic
