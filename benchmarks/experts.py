@@ -19,6 +19,10 @@ from benchmarks.process_turns import in_turns, plain_step, run_rank
 
 WAYS: dict[str, dict[str, Any] | None] = {
     "experts over 2, ZeRO 1": {"expert_parallel": {"size": 2}, "zero_optimization": {"stage": 1}},
+    "same, dispatch by tokens": {
+        "expert_parallel": {"size": 2, "dispatch": "tokens"},
+        "zero_optimization": {"stage": 1},
+    },
     "ZeRO 3": {"zero_optimization": {"stage": 3}},
     "ZeRO 1": {"zero_optimization": {"stage": 1}},
     "dense, ZeRO 1": {"zero_optimization": {"stage": 1}},

@@ -106,6 +106,7 @@ class ExpertParallelConfig(Section):
         "size": "a key of this launcher: the expert-parallel degree; DeepSpeed has autoep_size",
         "bias_update_rate": "a key of this launcher",
         "capacity_factor": "a key of this launcher",
+        "dispatch": "a key of this launcher",
         "global_balance_loss": "a key of this launcher",
         "router_z_loss_coef": "a key of this launcher",
         "autoep_size": "works for any MoE model at every ZeRO stage; it need not divide the number of experts",
@@ -131,6 +132,12 @@ class ExpertParallelConfig(Section):
     """In training, an expert accepts at most this times an even share of a rank's tokens; beyond that, the
     tokens with the smallest weights are dropped (Lepikhin et al. 2020, arXiv:2006.16668). Null: no token is
     dropped. Also applies if every rank has all experts."""
+
+    dispatch: Literal["pairs", "tokens"] = "pairs"
+    """What ranks send each other. "pairs": a token for each of its experts; its sum is in the router's order,
+    wherever the experts are. "tokens": a token once for each rank that has experts of it, which weights their
+    outputs and returns one sum, as DeepEP does: faster with many experts per token, but the order of sums, and
+    with it their last digits, depend on where the experts are."""
 
     global_balance_loss: bool = False
     """The model's load-balancing loss counts the tokens of all data-parallel ranks and of the step's

@@ -318,7 +318,7 @@ def spread_experts(
     from launcher.experts.apply import apply as apply_experts
 
     edp, ep = mesh.split_for_experts(config.expert_parallel.degree)
-    return apply_experts(model, ep, mesh), axes.of_experts(edp)
+    return apply_experts(model, ep, mesh, config.expert_parallel.dispatch), axes.of_experts(edp)
 
 
 def steer_routers(model: nn.Module, mesh: Mesh, config: Config, zero: ZeroModel) -> None:

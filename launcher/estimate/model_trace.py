@@ -129,7 +129,7 @@ def expert_load(config: Config, load: float) -> AbstractContextManager[None]:
     section = config.expert_parallel
     if section.degree == 1:
         return nullcontext()
-    from launcher.experts.dispatch import rehearsed_load
+    from launcher.experts.routing import rehearsed_load
 
     return rehearsed_load(min(load, section.degree, section.capacity_factor or load))
 
@@ -182,7 +182,8 @@ def _traced(
     if (ep := config.expert_parallel.degree) > 1:
         from launcher.experts.apply import apply as apply_experts
 
-        spread = apply_experts(model, Axis("ep", ep), mesh)  # the first rank has the most experts
+        by = config.expert_parallel.dispatch
+        spread = apply_experts(model, Axis("ep", ep), mesh, by)  # the first rank has the most experts
     split_layers(model, mesh, config, spread.splits if spread else ())
     tiled = tile(model, config, CutBy.HOOKS)
     shared = share_sequences(model, mesh, config, CutBy.HOOKS)

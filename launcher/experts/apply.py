@@ -14,8 +14,9 @@ from launcher.comm.plain import gather_plain
 from launcher.errors import ConfigError, LauncherError
 from launcher.experts import compute
 from launcher.experts.adapters import adapters_in, take_rows
-from launcher.experts.dispatch import Routing, combine, dispatch
+from launcher.experts.dispatch import combine, dispatch
 from launcher.experts.modules import arguments_of, experts_in, keep, number_of
+from launcher.experts.routing import Routing, RowsBy
 from launcher.models.units import SPREAD_OVER
 from launcher.tensor.functions import gather_along, slice_along, sliced
 from launcher.tensor.parts import even_sizes
@@ -25,7 +26,7 @@ from launcher.tensor.split_model import SplitModel
 KEY = "expert_parallel.size"
 
 
-def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
+def apply(model: nn.Module, axis: Axis, mesh: Mesh, by: RowsBy = "pairs") -> SplitModel:
     """Keep only this rank's experts in every layer, in place. Every rank must call it.
 
     Parameters on meta stay on meta, with this rank's shape. Others keep this rank's shard of rank 0's values.
@@ -34,6 +35,7 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
         axis: ep.
         mesh: ranks of its axis tp have the same tokens, and each sends its share of them; ranks of its axis
             pp may have other layers of the model.
+        by: what ranks send each other: see `routing`.
 
     Raises:
         ConfigError: there are no experts, or fewer experts than ranks.
@@ -54,7 +56,7 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh) -> SplitModel:
     adapters = adapters_in(model)
     for number, (name, module) in enumerate(found):
         experts = _dealt(name, module, axis)
-        exchange = _Exchange(axis, mesh.axes["tp"], experts, (number, name), adapters.get(module, []))
+        exchange = _Exchange(axis, mesh.axes["tp"], experts, (number, name), adapters.get(module, []), by)
         for adapter in exchange.adapters:
             take_rows(adapter, exchange.mine)
         spread.splits |= _split(name, module, exchange, local)
@@ -72,6 +74,7 @@ class _Exchange:
         experts: number of experts on each rank.
         layer: index among the expert layers of this rank's model, and name.
         adapters: wrappers of the experts that adapt their parameters.
+        by: what ranks send each other.
     """
 
     axis: Axis
@@ -79,6 +82,7 @@ class _Exchange:
     experts: list[int]
     layer: tuple[int, str]
     adapters: list[nn.Module]
+    by: RowsBy
 
     @property
     def mine(self) -> DimSlice:
@@ -99,8 +103,8 @@ class _Exchange:
         rows = self._share(hidden.reshape(-1, hidden.shape[-1]))
         weights = self._share(weights.reshape(-1, weights.shape[-1]))
         picked = sliced(index.reshape(-1, index.shape[-1]), self.tp, 0)
-        routing = Routing.of(self.axis, self.experts, picked, self.layer)
-        received = dispatch(rows, routing)
+        routing = Routing.of(self.axis, self.experts, picked, self.layer, self.by)
+        received, weights = dispatch(rows, weights, routing)
         trained = (p.requires_grad for part in (module, *self.adapters) for p in part.parameters())
         trains = rows.requires_grad or any(trained)
         self._calls.append((hidden.shape, weights, received, routing, trains))

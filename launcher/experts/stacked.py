@@ -14,7 +14,8 @@ from torch.func import functional_call
 from launcher.comm import Axis
 from launcher.errors import LauncherError, ShardedParameterError
 from launcher.experts.counts import counts_of
-from launcher.experts.dispatch import Routing, combine, dispatch
+from launcher.experts.dispatch import combine, dispatch
+from launcher.experts.routing import Routing
 from launcher.models.stacked_names import JOINED, apart, names_apart
 from launcher.models.state_names import persistent_buffers
 from launcher.models.units import SPREAD, SPREAD_OVER
@@ -132,7 +133,7 @@ class StackedExperts(nn.Module):
             weights: [T, k].
         """
         routing = Routing.of(_ALONE, [self.num_experts], index)
-        rows = dispatch(hidden, routing)
+        rows, weights = dispatch(hidden, weights, routing)
         trains = rows.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
         return combine(self._compute(rows, routing.local_experts), weights, rows, routing, trains=trains)
 

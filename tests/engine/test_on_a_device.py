@@ -120,7 +120,7 @@ def test_with_other_ranks(pool: WorkerPool, name: str) -> None:
     """One process acts as the first of four ranks; data from the others is arbitrary."""
     (found,) = pool.run(crossed, 1, name, BF16 | SHARED[name], 4)
     counts = (
-        {"experts/dispatch.py": 2} if name == "experts" else {}
+        {"experts/routing.py": 2} if name == "experts" else {}
     )  # each of two layers: how many tokens go where
     assert found["wait"] == ONE_WAIT | counts
     assert not found["pageable"]

@@ -28,6 +28,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, 
         (1, 2, {}),
         (3, 2, {}),
         (2, 4, {}),
+        (1, 4, {"expert_parallel": {"size": 4, "dispatch": "tokens"}}),
         (1, 2, {"pipeline": {"stages": 2}}),
         (1, 4, {"tensor_parallel": {"autotp_size": 2}}),
     ],
@@ -67,14 +68,14 @@ def uneven(ctx: RankContext, config: dict[str, Any]) -> tuple[int, float]:
     return peak, loads[0].take()["expert_rank_load"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_estimate_at_a_measured_load(pool: WorkerPool, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "dispatch"), [(1, "pairs"), (3, "pairs"), (1, "tokens")])
+def test_the_estimate_at_a_measured_load(pool: WorkerPool, stage: int, dispatch: str) -> None:
     """For the most loaded rank; with a uniform load the estimate would be too low."""
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "expert_parallel": {"size": 2},
+        "expert_parallel": {"size": 2, "dispatch": dispatch},
     }
     measured = pool.run(uneven, 2, config)
     peak, factor = max(peak for peak, _ in measured), measured[0][1]

@@ -37,6 +37,7 @@ class Case(NamedTuple):
     implementation: str = "eager"
     more: tuple[tuple[str, Any], ...] = ()  # sections of the JSON
     capacity: float | None = None
+    dispatch: str = "pairs"
 
 
 Trained = tuple[list[float], list[float], dict[str, Tensor]]
@@ -52,7 +53,7 @@ def trained(ctx: RankContext, family: str, case: Case, rows: int) -> Trained:
         "gradient_clipping": 0.0,
         **dict(case.more),
         "zero_optimization": {**zero, **dict(case.more).get("zero_optimization", {})},
-        "expert_parallel": {"size": case.size, "capacity_factor": case.capacity},
+        "expert_parallel": {"size": case.size, "capacity_factor": case.capacity, "dispatch": case.dispatch},
     }
     engine: Any = launcher.initialize(
         model=model_of(family, case.implementation), config=config, device=DEVICE
@@ -154,6 +155,27 @@ MATRIX = [
 def test_ways_to_spread(pool: WorkerPool, family: str, case: Case, world: int) -> None:
     """A covering of degrees, stages, kernels, offload, recomputation, pipeline stages and sequence parallelism."""
     check(pool, family, case, world)
+
+
+BY_TOKENS = [
+    ("plain", Case(stage=3, accumulation=2), 2),
+    ("biases", Case(size=4, stage=2, capacity=0.6, more=(("tensor_parallel", {"autotp_size": 2}),)), 4),
+    ("tied", Case(stage=1, implementation="grouped_mm"), 4),
+    ("uneven", Case(size=4, stage=1), 4),
+    ("shared expert", Case(stage=2, accumulation=2, more=(("context_parallel", {"ring": 2}),)), 4),
+    ("groups and dense layers", Case(stage=3, more=(("activation_checkpointing", {}),)), 2),
+    ("deep", Case(stage=1, accumulation=2, more=(("pipeline", {"stages": 2, "schedule": "zbv"}),)), 4),
+    ("all", Case(stage=3, implementation="grouped_mm", more=(("zero_optimization", OFFLOADED),)), 2),
+]
+
+
+@pytest.mark.key("expert_parallel.dispatch")
+@pytest.mark.parametrize(
+    ("family", "case", "world"),
+    [*BY_TOKENS[:3], *(pytest.param(*row, marks=pytest.mark.full) for row in BY_TOKENS[3:])],
+)
+def test_dispatch_by_tokens(pool: WorkerPool, family: str, case: Case, world: int) -> None:
+    check(pool, family, case._replace(dispatch="tokens"), world)
 
 
 def test_states_and_parameters_on_nvme(pool: WorkerPool, tmp_path: Path) -> None:
