@@ -104,7 +104,7 @@ class RecipeState:
 
     def choose_background(self) -> None:
         """Choose how checkpoints are written, at the first save, when optimizer state exists. Collective."""
-        if not self.saves_chosen and (line := choose_background(self.engine)):
+        if not self.saves_chosen and (line := choose_background(self.engine, frozen=self.adapters is None)):
             self.engine.telemetry.say(line)
         self.saves_chosen = True
 

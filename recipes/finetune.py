@@ -8,7 +8,7 @@ The data are rows with "messages" (chat), "prompt" and "completion", or "text". 
 from __future__ import annotations
 
 import launcher
-from launcher.cli.flags import FlagParser, check_adapter_flags
+from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import add_lora, training_parser
 from launcher.data.sft import load_sft, prompt_tokens
 from launcher.data.tokenizer import load_tokenizer
@@ -53,7 +53,6 @@ def flags() -> FlagParser:
 
 def main() -> None:
     args = flags().parse_args()
-    check_adapter_flags(args)
     run = Run.start(args)
     name, args.model = args.model, unpacked(args.model)
     bare = weights_directory(args.model) is None

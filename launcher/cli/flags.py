@@ -9,7 +9,7 @@ import argparse
 import difflib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from launcher.errors import ConfigError, shortened
@@ -28,6 +28,8 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kept = {"formatter_class": argparse.RawDescriptionHelpFormatter}  # keeps line breaks in help texts
         super().__init__(*args, **{**kept, **kwargs, "allow_abbrev": False})
+        self.checks: list[Callable[[argparse.Namespace], None]] = []
+        """Each raises ConfigError for flags that do not go together."""
 
     def known_flags(self) -> dict[str, argparse.Action]:
         """Return every option string, such as `--num_gpus`, with its action."""
@@ -63,6 +65,8 @@ class FlagParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown[0])
+        for check in self.checks:
+            check(parsed)
         return parsed
 
     def refuse(self, token: str, hint: str | None = None) -> NoReturn:

@@ -71,6 +71,7 @@ def estimate_parser() -> FlagParser:
     add_expert_load(parser)
     add_adapters(parser)
     add_packed(parser)
+    parser.checks.append(check_adapter_flags)
     add("--compare", action="store_true", help="compare all stages and kinds of offload")
     add(
         "--longest",
@@ -105,7 +106,6 @@ def _estimate(flags: argparse.Namespace) -> int:
     from launcher.monitor.device_budget import budget_of
     from launcher.monitor.devices import defaults
 
-    check_adapter_flags(flags)
     written = config_of(flags.config) if flags.config else _proposed(flags, world)
     config = load(written)
     degrees = degrees_of(config, world)

@@ -143,8 +143,7 @@ def advise(found: tuple[list[str], Variant] | None) -> None:
         return
     changes, variant = found
     console.print(f"it fits in {in_words(variant.peak)} with these keys in the JSON:", markup=False)
-    for change in changes:
-        console.print(f"  {change}", markup=False)
+    console.print("  " + ",\n  ".join(changes), markup=False)
 
 
 def as_json(variant: Variant, device: int | None) -> dict[str, Any]:

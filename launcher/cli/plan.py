@@ -93,6 +93,7 @@ def plan_parser() -> FlagParser:
     add_expert_load(parser)
     add_adapters(parser)
     add_packed(parser)
+    parser.checks.append(check_adapter_flags)
     add_bill(parser)
     add("--top", type=positive, default=10, metavar="K", help="number of layouts to show (default: 10)")
     add("--write", metavar="DS.json", help="write the configuration of the best layout")
@@ -105,7 +106,6 @@ def plan_parser() -> FlagParser:
 def plan(argv: Sequence[str]) -> int:
     """Run `launch plan`; returns 0, or 1 if nothing fits."""
     flags = plan_parser().parse_args(argv)
-    check_adapter_flags(flags)
     if flags.tokens is None and (flags.price or flags.watts):
         fix = "pass the number of tokens of the run: --tokens 300B"
         raise ConfigError("--price and --watts require --tokens", where="--price, --watts", fix=fix)

@@ -6,7 +6,16 @@ import argparse
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from launcher.cli.flags import FlagParser, above_zero, add_adapters, number, positive, shown, whole
+from launcher.cli.flags import (
+    FlagParser,
+    above_zero,
+    add_adapters,
+    check_adapter_flags,
+    number,
+    positive,
+    shown,
+    whole,
+)
 from launcher.monitor.trace import steps_of
 
 DECAYS = ("all", "matrices")
@@ -137,6 +146,7 @@ def add_lora(parser: FlagParser) -> None:
     """Add the flags of a recipe that can train LoRA adapters: `models.adapters.LoraSettings`."""
     group = parser.add_argument_group("LoRA")
     add_adapters(group)
+    parser.checks.append(check_adapter_flags)
     group.add_argument(
         "--lora-alpha",
         type=positive,

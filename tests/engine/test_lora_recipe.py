@@ -22,7 +22,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, 
 import launcher
 from launcher.checkpoint.hub_model import write_model
 from launcher.checkpoint.source import SourceCheckpoint
+from launcher.cli.recipes import check_flags
 from launcher.engine.adapter_files import export_adapters
+from launcher.engine.background_saves import written_bytes
+from launcher.engine.report import parameters
 from launcher.engine.weights import model_with_source
 from launcher.errors import CheckpointError, ConfigError
 from launcher.models.adapters import LoraSettings
@@ -208,8 +211,28 @@ def test_the_recipe_resumes_without_the_weights_in_its_checkpoint(pool: WorkerPo
         write_model(found, str(tmp_path / "llama"), tmp_path / "merged")
 
 
-def test_flags_of_adapters_need_a_rank(pool: WorkerPool, tmp_path: Path) -> None:
-    assert "--lora-alpha requires --lora" in pool.run(run_recipe, 1, tmp_path, "none", "--lora-alpha", "4")[0]
+def copied(ctx: RankContext, base: Path, config: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Return the bytes of a save with and without frozen weights, and the numbers of frozen and trained weights."""
+    engine = engine_of(base, config, LoraSettings.of(2))
+    advance(engine, range(1))
+    every, trained = parameters(engine), parameters(engine, trained=True)
+    return *(written_bytes(engine, frozen=frozen) for frozen in (True, False)), every - trained, trained
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_background_saves_copy_no_frozen_weights(pool: WorkerPool, tmp_path: Path, stage: int) -> None:
+    base = stored("llama", tmp_path)
+    found = pool.run(copied, 2, base, config_of(stage, PARTS, {}))
+    whole, without, frozen, trained = sum(of[0] for of in found), sum(of[1] for of in found), *found[0][2:]
+    assert without == pytest.approx(3 * 4 * trained, rel=0.02)  # weights and two states of Adam
+    assert whole - without == 4 * frozen
+
+
+def test_flags_of_adapters_need_a_rank() -> None:
+    """`launch` tells before it starts a rank."""
+    recipe = Path(launcher.__file__).parent.parent / "recipes" / "finetune.py"
+    with pytest.raises(ConfigError, match="--lora-alpha requires --lora"):
+        check_flags(recipe, ["--model", "m", "--dataset", "d", "--lora-alpha", "4"])
 
 
 def test_every_target_must_be_a_layer(tmp_path: Path) -> None:
