@@ -167,7 +167,7 @@ class RecipeState:
             raise ConfigError(
                 f"the checkpoint has {_said(was) or 'no LoRA adapters'}, but this run has {_said(now) or 'none'}",
                 where="--lora",
-                fix="pass the same --lora, --lora-targets, --lora-alpha and --lora-dropout",
+                fix="pass the same --lora, --lora-targets, --lora-alpha, --lora-dropout and --load-in-4bit",
             )
         if was.get(ADAPTED) != now.get(ADAPTED) and not self.run.args.allow_model_changes:
             raise ConfigError(

@@ -12,6 +12,7 @@ from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import add_lora, training_parser
 from launcher.data.sft import load_sft, prompt_tokens
 from launcher.data.tokenizer import load_tokenizer
+from launcher.engine.dtypes import compute_dtype
 from launcher.engine.generating import continuation
 from launcher.engine.weights import model_with_source
 from launcher.errors import ConfigError
@@ -75,7 +76,15 @@ def main() -> None:
     # Model and engine.
     total_steps = run.total_steps(len(train_set), default=1, micro_batch=MICRO_BATCH)
     lora = LoraSettings.of_flags(args) if args.lora else None
-    made = model_with_source(model_config, args.model, from_scratch=bare, seed=args.seed, lora=lora)
+    made = model_with_source(
+        model_config,
+        args.model,
+        from_scratch=bare,
+        seed=args.seed,
+        lora=lora,
+        dtype=compute_dtype(run.config),
+        device=run.device,
+    )
     engine, *_ = launcher.initialize(
         model=made.model,
         model_parameters=run.param_groups(made.model),

@@ -172,12 +172,12 @@ def add_adapters(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_packed(parser: argparse.ArgumentParser) -> None:
+def add_packed(parser: argparse._ActionsContainer) -> None:
     """Add --load-in-4bit."""
     parser.add_argument(
         "--load-in-4bit",
         action="store_true",
-        help="frozen linear layers have 4 bits per weight, as packed by bitsandbytes (QLoRA)",
+        help="quantize the frozen linear layers to 4 bits per weight, as bitsandbytes does (QLoRA)",
     )
 
 

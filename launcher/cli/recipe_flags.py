@@ -10,6 +10,7 @@ from launcher.cli.flags import (
     FlagParser,
     above_zero,
     add_adapters,
+    add_packed,
     check_adapter_flags,
     number,
     positive,
@@ -146,6 +147,7 @@ def add_lora(parser: FlagParser) -> None:
     """Add the flags of a recipe that can train LoRA adapters: `models.adapters.LoraSettings`."""
     group = parser.add_argument_group("LoRA")
     add_adapters(group)
+    add_packed(group)
     parser.checks.append(check_adapter_flags)
     group.add_argument(
         "--lora-alpha",

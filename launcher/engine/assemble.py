@@ -16,9 +16,8 @@ from launcher.config import Config, autos_of_hidden_size
 from launcher.config.fault_tolerance import check_replicas_are_started
 from launcher.config.ranks import with_spread_experts
 from launcher.engine.dtypes import (
-    DTYPES,
-    autocast_dtype,
     cast_buffers,
+    compute_dtype,
     scales_loss,
     state_dtype,
 )
@@ -145,7 +144,7 @@ def initialize(
     resolved = resolve(loaded, mesh, model, auto or {})
     monitor = open_monitor(resolved, mesh)
     if device.type == "cpu" and mesh.rank == 0:
-        warn_of_slow_products(autocast_dtype(resolved) or DTYPES[resolved.dtype])
+        warn_of_slow_products(compute_dtype(resolved))
     own_stage: SequentialPipeline | None = None
     if pipeline_module is None:
         chosen = choose(resolved, optimizer, model_parameters, model)

@@ -25,6 +25,11 @@ def autocast_dtype(config: Config) -> torch.dtype | None:
     return DTYPES[str(section.dtype or "bf16")] if section.enabled is True else None
 
 
+def compute_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of the products of forward and backward."""
+    return autocast_dtype(config) or DTYPES[str(config.dtype)]
+
+
 def scales_loss(config: Config) -> bool:
     """Return whether gradients are float16, so that the loss is scaled."""
     return bool(config.fp16.enabled) or autocast_dtype(config) is torch.float16

@@ -11,6 +11,7 @@ import torch
 
 from launcher.comm import all_reduce
 from launcher.monitor.log import say
+from launcher.tensor.split import is_quantized, whole_numel
 
 if TYPE_CHECKING:
     from launcher.engine.engine import Engine
@@ -87,7 +88,7 @@ def parameters(engine: Engine, *, trained: bool = False) -> int:
     """Return the number of parameters of the whole model, or of those that are trained. Every rank must call
     it."""
     mine = sum(
-        slot.logical_numel
+        whole_numel(slot.leaf) if is_quantized(slot.leaf) else slot.logical_numel
         for slot in engine.zero.slots.values()
         if slot.holders.rank == 0 and (slot.leaf.requires_grad or not trained)
     )

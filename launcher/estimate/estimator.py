@@ -25,7 +25,6 @@ from launcher.estimate.answer import DeviceBytes, Estimate
 from launcher.estimate.attention_kernels import CPU_KERNELS
 from launcher.estimate.model_trace import ModelTrace, ModelTraces, section_of
 from launcher.estimate.offloaded_bytes import on
-from launcher.estimate.quantized import whole_numel
 from launcher.estimate.rank_part import RankPart, RankParts
 from launcher.estimate.replay import ScriptedStep, StepScript
 from launcher.estimate.simulated import META, SimulatedRank
@@ -33,6 +32,7 @@ from launcher.estimate.states import StateBytes
 from launcher.models.build import build_on_meta
 from launcher.optim.build import params_of
 from launcher.optim.upload import upload_bytes
+from launcher.tensor.split import whole_numel
 
 LONG = 2048
 """Default sequence length in tokens."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from launcher.errors import ConfigError
-from launcher.tensor.split import is_quantized
 
 BLOCK, NESTED_BLOCK = 64, 256
 """Weights that share a scale, and scales that share one (`bnb_4bit_use_double_quant`)."""
@@ -43,12 +42,6 @@ def pack_frozen(model: nn.Module) -> nn.Module:
             fix="leave it out",
         )
     return model
-
-
-def whole_numel(parameter: nn.Parameter) -> int:
-    """Return the number of weights of a parameter, packed or not."""
-    packed: Any = parameter
-    return packed.quant_state.shape.numel() if is_quantized(parameter) else parameter.numel()
 
 
 def scale_bytes(model: nn.Module) -> int:

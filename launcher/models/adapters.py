@@ -37,27 +37,34 @@ class LoraSettings:
             `target_modules`.
         alpha: scale of the adapters.
         dropout: probability of dropout in front of A.
+        load_in_4bit: whether the frozen linear layers are quantized (QLoRA; Dettmers et al. 2023,
+            arXiv:2305.14314).
     """
 
     rank: int
     targets: str
     alpha: int
     dropout: float
+    load_in_4bit: bool = False
 
     @classmethod
     def of(
-        cls, rank: int, targets: str | None = None, alpha: int | None = None, dropout: float | None = None
+        cls,
+        rank: int,
+        targets: str | None = None,
+        alpha: int | None = None,
+        dropout: float | None = None,
+        load_in_4bit: bool | None = None,
     ) -> LoraSettings:
-        """Return settings with defaults for None: all linear layers, alpha 2 * rank, no dropout."""
+        """Return settings with defaults for None: all linear layers, alpha 2 * rank, no dropout, not quantized."""
         names = {name.strip() for name in (targets or EVERY_LAYER).split(",")}
-        return cls(rank, ",".join(sorted(names)), alpha or 2 * rank, dropout or 0.0)
+        return cls(rank, ",".join(sorted(names)), alpha or 2 * rank, dropout or 0.0, load_in_4bit or False)
 
     @classmethod
     def of_flags(cls, flags: argparse.Namespace) -> LoraSettings:
         """Return the settings that --lora and the flags beside it request."""
-        return cls.of(
-            flags.lora, *(getattr(flags, f"lora_{key}", None) for key in ("targets", "alpha", "dropout"))
-        )
+        more = ("lora_targets", "lora_alpha", "lora_dropout", "load_in_4bit")
+        return cls.of(flags.lora, *(getattr(flags, key, None) for key in more))
 
     def of_peft(self) -> Any:
         """Return PEFT's LoraConfig.

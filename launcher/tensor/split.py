@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,12 @@ BoxReader = Callable[[Sequence[int], Sequence[int]], Tensor]
 def is_quantized(parameter: nn.Parameter) -> bool:
     """Return whether the elements of a parameter are packed bytes (bitsandbytes' 4-bit weights), not numbers."""
     return hasattr(parameter, "quant_state")
+
+
+def whole_numel(parameter: nn.Parameter) -> int:
+    """Return the number of weights of a parameter, packed or not."""
+    packed: Any = parameter
+    return int(packed.quant_state.shape.numel()) if is_quantized(parameter) else parameter.numel()
 
 
 @dataclass(frozen=True)

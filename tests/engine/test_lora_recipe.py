@@ -17,7 +17,13 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import launcher
 from launcher.checkpoint.hub_model import write_model
@@ -143,6 +149,28 @@ def test_adapters_of_experts(pool: WorkerPool, tmp_path: Path, world: int, stage
     after = plain(tmp_path / "base", tmp_path / "after")
     write_model(SourceCheckpoint.open(tmp_path / "checkpoints"), str(tmp_path / "base"), tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits(merged), logits(after), atol=2e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_quantized_weights(pool: WorkerPool, tmp_path: Path, stage: int) -> None:
+    """QLoRA equals PEFT on transformers' quantized model; its adapters merge into the weights as stored."""
+    pytest.importorskip("bitsandbytes")
+    base, lora = stored("llama", tmp_path), LoraSettings.of(4, load_in_4bit=True)
+    losses, _ = pool.run(trained, 2, base, config_of(stage, PARTS // 2, {}), lora, tmp_path)[0]
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    model = AutoModelForCausalLM.from_pretrained(base, use_cache=False, quantization_config=quantized)
+    before = PeftModel.from_pretrained(model, tmp_path / "before", is_trainable=True).train()
+    adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1)
+    wanted = train_plain(before, batch, adamw, STEPS, PARTS, clip=CLIP).losses
+    assert losses == pytest.approx(wanted, rel=2e-6)
+    write_model(SourceCheckpoint.open(tmp_path / "checkpoints"), str(base), tmp_path / "merged")
+    merged, after = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), plain(base, tmp_path / "after")
     assert torch.allclose(logits(merged), logits(after), atol=2e-5)
 
 

@@ -142,7 +142,8 @@ def train_plain(
     if dtype == torch.float32:
         masters = names
     for p in names.values():
-        p.data = p.data.to(dtype)
+        if p.is_floating_point():  # otherwise packed bytes
+            p.data = p.data.to(dtype)
     trainable = [p for p in masters.values() if p.requires_grad]
     optimizer = optimizer_factory(trainable)
     scheduler = schedule(optimizer) if schedule else None
