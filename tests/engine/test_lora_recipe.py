@@ -19,7 +19,6 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -152,28 +151,6 @@ def test_adapters_of_experts(pool: WorkerPool, tmp_path: Path, world: int, stage
     assert torch.allclose(logits(merged), logits(after), atol=2e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_quantized_weights(pool: WorkerPool, tmp_path: Path, stage: int) -> None:
-    """QLoRA equals PEFT on transformers' quantized model; its adapters merge into the weights as stored."""
-    pytest.importorskip("bitsandbytes")
-    base, lora = stored("llama", tmp_path), LoraSettings.of(4, load_in_4bit=True)
-    losses, _ = pool.run(trained, 2, base, config_of(stage, PARTS // 2, {}), lora, tmp_path)[0]
-    quantized = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    model = AutoModelForCausalLM.from_pretrained(base, use_cache=False, quantization_config=quantized)
-    before = PeftModel.from_pretrained(model, tmp_path / "before", is_trainable=True).train()
-    adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=0.1)
-    wanted = train_plain(before, batch, adamw, STEPS, PARTS, clip=CLIP).losses
-    assert losses == pytest.approx(wanted, rel=2e-6)
-    write_model(SourceCheckpoint.open(tmp_path / "checkpoints"), str(base), tmp_path / "merged")
-    merged, after = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), plain(base, tmp_path / "after")
-    assert torch.allclose(logits(merged), logits(after), atol=2e-5)
-
-
 def test_what_cannot_be_merged_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     base, lora = stored("llama, tied", tmp_path), LoraSettings.of(2, "embed_tokens,q_proj")
     pool.run(trained, 1, base, config_of(0, 4, {}), lora, tmp_path)
@@ -193,9 +170,6 @@ def run_recipe(ctx: RankContext, directory: Path, output: str, *arguments: str) 
     flags = [*("--model", str(directory / "llama"), "--dataset", str(directory / "rows.jsonl")), *arguments]
     flags += ["--seq-length", "24", "--output-dir", str(directory / output), "--device", "cpu"]
     json_file = directory / "ds.json"
-    json_file.write_text(
-        '{"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}'
-    )
     recipe = str(Path(launcher.__file__).parent.parent / "recipes" / "finetune.py")
     with patch.dict(os.environ, LAUNCHER_CONFIG=str(json_file)), patch.object(sys, "argv", [recipe, *flags]):
         try:
@@ -209,6 +183,8 @@ def test_the_recipe_resumes_without_the_weights_in_its_checkpoint(pool: WorkerPo
     tiny_llama(vocab=260, layers=2).save_pretrained(tmp_path / "llama")
     rows = [{"prompt": f"after {n}? ", "completion": f"{n + 1}"} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 2, **section}))
     adapters = ("--lora", "4", "--lora-targets", "q_proj,v_proj")
     assert not any(
         pool.run(run_recipe, 2, tmp_path, "run", *adapters, "--max-steps", "4", "--save-every", "2")
