@@ -117,9 +117,6 @@ def _idle_experts(config: Config) -> Iterator[Found]:
     if section.enabled is True and section.degree == 1:
         what = "has no effect: set autoep_size to the number of ranks that share the experts"
         yield Found(("expert_parallel.enabled",), what, kind="no effect")
-    if section.dispatch != "pairs" and section.degree == 1:
-        what = "has no effect unless expert_parallel.size is above 1"
-        yield Found(("expert_parallel.dispatch",), what, kind="no effect")
 
 
 def _growing_momentum(config: Config) -> Iterator[Found]:

@@ -106,7 +106,7 @@ class ExpertParallelConfig(Section):
         "size": "a key of this launcher: the expert-parallel degree; DeepSpeed has autoep_size",
         "bias_update_rate": "a key of this launcher",
         "capacity_factor": "a key of this launcher",
-        "dispatch": "a key of this launcher",
+        "dispatch": "a key of this launcher; used if more than one rank shares the experts",
         "global_balance_loss": "a key of this launcher",
         "router_z_loss_coef": "a key of this launcher",
         "autoep_size": "works for any MoE model at every ZeRO stage; it need not divide the number of experts",

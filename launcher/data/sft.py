@@ -120,8 +120,8 @@ def load_sft(
         seq_length: tokens per item.
         split: `train`, `eval` or `all`; the eval split is the last 1 % of the rows, at least one.
         packed: False pads each conversation to `seq_length` and adds an `attention_mask`; True packs them end
-            to end into full rows (the remainder is dropped) and adds `position_ids`, which restart at each
-            conversation, so that none attends to those before it in its row.
+            to end into full rows and adds `position_ids`, which restart at each conversation, so that none
+            attends to those before it in its row. The remainder is dropped; in the eval split it is padded.
 
     Raises:
         ConfigError: unsupported rows, or nothing to learn.
@@ -148,14 +148,21 @@ def load_sft(
             "%s: of %d rows, %d were truncated to %d tokens and %d were dropped (no target tokens)",
             dataset, len(encoded), n_truncated, seq_length, n_dropped,
         )  # fmt: skip
-    items = _packed(kept, seq_length) if packed else kept
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    items = _packed(kept, seq_length, pad_id if split == "eval" else None) if packed else kept
+    if packed and kept and not items:
+        raise ConfigError(
+            f"The {len(kept)} rows of the split {split!r} of {dataset!r} do not fill one sequence of {seq_length} "
+            "tokens.",
+            where="--packed",
+            fix="Use more rows, a shorter --seq-length, or no --packed.",
+        )
     if not items:
         raise ConfigError(
             f"No target tokens in {len(encoded)} rows of {dataset!r} with sequences of {seq_length} tokens.",
             where="--seq-length",
             fix="Use more rows, or another --seq-length (a prompt alone may fill a sequence).",
         )
-    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return SftDataset(
         items, seq_length, pad_id,
         n_truncated=n_truncated, n_dropped=n_dropped, origin=dataset, digest=_digest(encoded),
@@ -262,10 +269,16 @@ def _render(
     return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=for_answer))
 
 
-def _packed(rows: Sequence[Row], seq_length: int) -> list[Row]:
-    """Pack rows end to end into items of `seq_length`; no loss is computed on the first token of a row."""
+def _packed(rows: Sequence[Row], seq_length: int, fill: int | None) -> list[Row]:
+    """Pack rows end to end into items of `seq_length`; no loss is computed on the first token of a row.
+
+    Args:
+        fill: token that fills the last item; None drops what does not fill one.
+    """
     if not rows:
         return []
+    if fill is not None and (missing := -sum(len(row.labels) for row in rows) % seq_length):
+        rows = [*rows, Row(np.full(missing, fill, np.int32), np.full(missing, IGNORED, np.int32))]
     ids = np.concatenate([row.input_ids for row in rows])
     labels = np.concatenate([row.labels for row in rows])
     starts = np.zeros(len(ids), dtype=bool)

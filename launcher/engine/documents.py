@@ -87,7 +87,9 @@ def check_kept_apart(engine: Engine, rows: int, length: int) -> None:
 
 
 def _check_signature(engine: Engine) -> None:
-    known = inspect.signature(type(engine.module).forward).parameters
+    module: Any = engine.module
+    of_peft = getattr(module, "get_base_model", None)  # PEFT's forward passes everything on
+    known = inspect.signature(type(of_peft() if of_peft else module).forward).parameters
     if POSITIONS not in known:
         raise _refusal(engine, "it takes no position_ids")
     takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())

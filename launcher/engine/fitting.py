@@ -179,7 +179,8 @@ def _check_names(path: Path, stored: Stored, known: set[str]) -> None:
         raise CheckpointError(
             f"The checkpoint has {len(others)} tensors that the model does not have: {first_names(others)}.",
             where=str(path),
-            fix="load it into the model that it was saved from, or pass load_module_strict=False",
+            fix="load it into the model that it was saved from. A script can load what matches: "
+            "load_checkpoint(load_module_strict=False)",
         )
 
 

@@ -12,16 +12,17 @@ from typing import Any
 
 from torch import nn
 
+from launcher.tensor.adapters import OF_PARAMETERS
 from launcher.tensor.split import DimSlice
 
-_KIND, _MADE_BY = "ParamWrapper", ("get_delta_factors", "get_delta_weight")
+_MADE_BY = ("get_delta_factors", "get_delta_weight")
 
 
 def adapters_in(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """Map every module with adapted parameters to its wrappers, each of which adapts one parameter."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():
-        if type(module).__name__ == _KIND:
+        if type(module).__name__ == OF_PARAMETERS:
             adapter: Any = module
             found.setdefault(adapter.get_base_layer(), []).append(module)
     return found

@@ -18,6 +18,7 @@ from launcher.experts.dispatch import combine, dispatch
 from launcher.experts.modules import arguments_of, experts_in, keep, number_of
 from launcher.experts.routing import Routing, RowsBy
 from launcher.models.units import SPREAD_OVER
+from launcher.tensor.adapters import unsupported_parameters
 from launcher.tensor.functions import gather_along, slice_along, sliced
 from launcher.tensor.parts import even_sizes
 from launcher.tensor.split import DimSlice, Split
@@ -38,7 +39,7 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh, by: RowsBy = "pairs") -> Spl
         by: what ranks send each other: see `routing`.
 
     Raises:
-        ConfigError: there are no experts, or fewer experts than ranks.
+        ConfigError: there are no experts, or fewer experts than ranks; or experts with adapters that tp ranks share.
     """
     found = [
         (name, module) for name, module in experts_in(model) if getattr(module, SPREAD_OVER, axis.degree) > 1
@@ -56,6 +57,8 @@ def apply(model: nn.Module, axis: Axis, mesh: Mesh, by: RowsBy = "pairs") -> Spl
     adapters = adapters_in(model)
     for number, (name, module) in enumerate(found):
         experts = _dealt(name, module, axis)
+        if module in adapters and mesh.axes["tp"].degree > 1:  # each tp rank has gradients of other tokens
+            raise unsupported_parameters(name)
         exchange = _Exchange(axis, mesh.axes["tp"], experts, (number, name), adapters.get(module, []), by)
         for adapter in exchange.adapters:
             take_rows(adapter, exchange.mine)

@@ -12,6 +12,7 @@ from launcher.comm import Mesh, all_reduce
 from launcher.errors import ConfigError
 from launcher.experts.load import TokenCounts
 from launcher.experts.modules import experts_in, number_of
+from launcher.tensor.adapters import peft_configs
 
 KEY = "expert_parallel.bias_update_rate"
 NAMES = ("e_score_correction_bias", "expert_bias")
@@ -26,10 +27,17 @@ class BiasUpdate:
         rate: the change of a bias per step.
 
     Raises:
-        ConfigError: the model has no such biases as buffers.
+        ConfigError: the model has no such biases as buffers, or PEFT has frozen them.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, rate: float) -> None:
+        if next(peft_configs(model), None) is not None:
+            raise ConfigError(
+                "the router's correction biases belong to the frozen model, and files of adapters would not have "
+                "their changes",
+                where=KEY,
+                fix="remove the key, or train the whole model",
+            )
         self._mesh, self._rate = mesh, rate
         found = [
             (module, bias)

@@ -6,7 +6,7 @@ import argparse
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -123,29 +123,37 @@ def with_adapters(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
     config = settings.of_peft()
     from peft import get_peft_model
 
-    _check_targets(model, settings)
+    layers = dict(model.named_modules())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # raised by transformers when PEFT uses it
-            adapted: nn.Module = get_peft_model(model, config)
+            warnings.filterwarnings("ignore", "The alpha_pattern/rank_pattern keys")  # its own, for experts
+            adapted: Any = get_peft_model(model, config)
     except ValueError as error:
+        _check_targets(layers, settings.names)
         said = str(error).splitlines()[0]
+        if "lora_dropout" in said:
+            raise ConfigError(
+                "adapters of experts cannot have dropout",
+                where="--lora-dropout",
+                fix="remove it, or adapt other layers: --lora-targets q_proj,v_proj",
+            ) from None
         raise ConfigError(
             f"{said[:-1]} is not a layer that can be adapted" if said.endswith("(") else said,
             where="--lora-targets",
             fix=f"name layers of the model, such as q_proj,v_proj; or {EVERY_LAYER}",
         ) from None
-    return adapted.train()
+    if settings.names:  # without those that PEFT knows as parts of the experts' parameters
+        _check_targets(layers, sorted(adapted.peft_config["default"].target_modules))
+    made: nn.Module = adapted.train()
+    return made
 
 
-def _check_targets(model: nn.Module, settings: LoraSettings) -> None:
+def _check_targets(layers: Mapping[str, nn.Module], targets: Sequence[str]) -> None:
     """Raise ConfigError if a target matches no layer: PEFT ignores it as long as another one matches."""
-    layers = [name for name, _ in model.named_modules() if name]
-    for target in settings.names:
+    for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
-            weighted = {
-                name.rpartition(".")[2] for name, layer in model.named_modules() if hasattr(layer, "weight")
-            }
+            weighted = {name.rpartition(".")[2] for name, layer in layers.items() if hasattr(layer, "weight")}
             raise ConfigError(
                 f"the model has no layer {target}",
                 where="--lora-targets",

@@ -25,11 +25,11 @@ from launcher.tensor.dropout import drops_out
 from launcher.tensor.rule import SplitRule
 from launcher.tensor.styles import STYLES, Style
 
-BASE = "base_layer"
+BASE, OF_PARAMETERS = "base_layer", "ParamWrapper"
 _SUMMED = SplitRule("replicated_with_grad_allreduce")
 _COPIES = ("modules_to_save", "token_adapter")
 """Children of PEFT's wrappers that hold copies of a module."""
-_FIX = "adapt it with plain LoRA, or use ZeRO instead of tensor_parallel"
+_FIX = "adapt it with plain LoRA, adapt other layers (--lora-targets), or use ZeRO instead of tensor_parallel"
 
 
 def modules_before_peft(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -74,7 +74,11 @@ def unwrapped(module: nn.Module | None) -> nn.Module | None:
 def adapts_a_linear(wrapper: nn.Module) -> bool:
     """Return whether it adds the product of two matrices to the output of a linear layer."""
     factors = list(getattr(wrapper, "lora_A", {}).values())
-    return len(factors) > 0 and all(isinstance(factor, nn.Linear) for factor in factors)
+    return (
+        type(wrapper).__name__ != OF_PARAMETERS
+        and len(factors) > 0
+        and all(isinstance(factor, nn.Linear) for factor in factors)
+    )
 
 
 def _is_adapted_otherwise(module: nn.Module) -> bool:
@@ -178,15 +182,20 @@ def check_wrapped(name: str, module: nn.Module, rule: SplitRule) -> None:
     """
     if STYLES[rule.style] == Style():
         return
-    if type(module).__name__ == "ParamWrapper":
-        raise _unsupported(
-            name, "LoRA adapters of single parameters (target_parameters, and experts with PEFT's all-linear)"
-        )
+    if type(module).__name__ == OF_PARAMETERS:
+        raise unsupported_parameters(name)
     if _is_adapted_otherwise(module):
         method = type(module).__module__.removesuffix(".layer").rpartition(".")[2]  # peft.tuners.ia3.layer
         raise _unsupported(name, f"adapters of the method {method}")
     if holds_copies(module):
         raise _unsupported(name, "a trained copy of a layer (modules_to_save)")
+
+
+def unsupported_parameters(name: str) -> ConfigError:
+    """Return the error for adapters of the parameters of a module."""
+    return _unsupported(
+        name, "LoRA adapters of single parameters (target_parameters, and experts with PEFT's all-linear)"
+    )
 
 
 def _check(wrapper: Any, name: str, key: str, style: Style) -> None:

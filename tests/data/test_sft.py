@@ -109,6 +109,20 @@ def test_packed_rows_are_full_and_hide_the_first_token_of_each_conversation(
     assert labels.tolist() == [IGNORED, *tokens("bc<eos>"), IGNORED, IGNORED, *tokens("fg<eos>"), IGNORED]
 
 
+def test_the_last_packed_row_of_the_eval_split_is_filled(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A small eval split may fill no sequence. The filling is a document of its own, without labels."""
+    path = write(tmp_path, [{"text": "abc"}, {"text": "hi"}])
+    (item,) = load_sft(path, tokenizer, 6, split="eval", packed=True)
+    assert item["position_ids"].tolist() == [0, 1, 2, 0, 1, 2] and item["input_ids"].tolist()[:2] == tokens(
+        "hi"
+    )
+    assert learned(item) == tokens("i<eos>")
+    with pytest.raises(ConfigError, match=r"1 rows of the split 'train'[^!]*do not fill one sequence"):
+        load_sft(path, tokenizer, 6, packed=True)
+
+
 def test_long_rows_are_cut_and_rows_with_nothing_to_learn_left_out(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,13 +33,18 @@ from launcher.engine.background_saves import written_bytes
 from launcher.engine.report import parameters
 from launcher.engine.weights import model_with_source
 from launcher.errors import CheckpointError, ConfigError
-from launcher.models.adapters import LoraSettings
+from launcher.models.adapters import LoraSettings, with_adapters
 from launcher.models.build import load_config
 from tests.pipeline.running import CLIP, LR, advance, config_of
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import batch, tiny_gpt2, tiny_llama, train_plain
 
 STEPS, PARTS = 3, 4
+EXPERTS: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4,
+    "num_experts_per_tok": 2, "pad_token_id": None,
+}  # fmt: skip
 MODELS: dict[str, Any] = {
     "llama": partial(tiny_llama, layers=4),
     "llama, tied": partial(tiny_llama, tied=True, layers=4),
@@ -130,12 +135,8 @@ def test_as_peft_in_one_process(
 @pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 3)])
 def test_adapters_of_experts(pool: WorkerPool, tmp_path: Path, world: int, stage: int) -> None:
     """PEFT adapts the matrices of experts, too: they are one parameter each."""
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=None,
-    )  # fmt: skip
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
+    experts().save_pretrained(tmp_path / "base")
     lora = LoraSettings.of(2)
     losses, _ = pool.run(trained, world, tmp_path / "base", config_of(stage, PARTS, {}), lora, tmp_path)[0]
     before = plain(tmp_path / "base", tmp_path / "before").train()
@@ -207,6 +208,10 @@ def test_the_recipe_resumes_without_the_weights_in_its_checkpoint(pool: WorkerPo
     ]
     assert resumed[-2:] == losses[-2:]
 
+    # Packed documents stay separate under PEFT's wrapper, too.
+    packed = ("--max-steps", "2", "--packed")
+    assert not any(pool.run(run_recipe, 1, tmp_path, "packed", *adapters, *packed))
+
     # The same names and shapes, but other values.
     tiny_llama(vocab=260, layers=2, seed=1).save_pretrained(tmp_path / "llama")
     says = pool.run(run_recipe, 1, tmp_path, "other", *again, *adapters)[0]
@@ -244,6 +249,45 @@ def test_every_target_must_be_a_layer(tmp_path: Path) -> None:
     base = stored("llama", tmp_path)
     with pytest.raises(ConfigError, match=r"no layer q_prj[^!]*q_proj, up_proj"):
         engine_of(base, config_of(0, 4, {}), LoraSettings.of(2, "q_prj,v_proj"))
+
+
+def experts() -> Qwen3MoeForCausalLM:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
+
+
+def test_experts_are_adapted_by_the_names_of_their_layers_on_the_hub() -> None:
+    adapted: Any = with_adapters(experts(), LoraSettings.of(2, "gate_proj,up_proj,down_proj"))
+    assert adapted.peft_config["default"].target_parameters == {"gate_up_proj", "down_proj"}
+    with pytest.raises(ConfigError, match="no layer up_prj"):
+        with_adapters(experts(), LoraSettings.of(2, "gate_proj,up_proj,up_prj"))
+
+
+def test_dropout_in_adapters_of_experts() -> None:
+    with pytest.raises(ConfigError, match=r"cannot have dropout[^!]*--lora-dropout"):
+        with_adapters(experts(), LoraSettings.of(2, dropout=0.1))
+
+
+def refused(ctx: RankContext, base: Path, sections: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        engine_of(base, config_of(0, PARTS, **{"pipeline": {}, **sections}), LoraSettings.of(2))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("world", "sections", "words"),
+    [
+        (2, {"tensor_parallel": {"autotp_size": 2}}, "adapters of single parameters"),
+        (2, {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"size": 2}}, "single parameters"),
+        (1, {"expert_parallel": {"bias_update_rate": 0.1}}, "files of adapters would not have their changes"),
+    ],
+)
+def test_what_adapters_of_experts_do_not_support(
+    pool: WorkerPool, tmp_path: Path, world: int, sections: dict[str, Any], words: str
+) -> None:
+    torch.manual_seed(0)
+    experts().save_pretrained(tmp_path / "base")
+    for said in pool.run(refused, world, tmp_path / "base", sections):
+        assert words in said
 
 
 def test_targets_are_a_set() -> None:

@@ -231,12 +231,6 @@ def test_the_keys_of_deepspeed(pool: WorkerPool) -> None:
     assert count == 4 and "experts" not in line
 
 
-def test_dispatch_alone_has_no_effect() -> None:
-    for size, kinds in ((1, ["no effect"]), (2, [])):
-        notes = load({"expert_parallel": {"size": size, "dispatch": "tokens"}}).notes
-        assert [n.kind for n in notes if n.path[-1] == "dispatch" and n.kind != "differs"] == kinds
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
