@@ -33,6 +33,7 @@ class Layout:
         sequence_parallel: whether activations between split layers are sharded over the tp ranks.
         offload: "none", "optimizer" (optimizer states in host memory) or "all" (parameters as well).
         ep: expert-parallel degree, over dp and cp ranks.
+        dispatch: what its ranks send each other: "pairs" or "tokens".
     """
 
     tp: int = 1
@@ -48,6 +49,7 @@ class Layout:
     offload: str = "none"
     cp: int = 1
     ep: int = 1
+    dispatch: str = "pairs"
 
     @property
     def world(self) -> int:
@@ -190,6 +192,7 @@ def layout_of(config: Config, world: int) -> Layout:
         offload=offload,
         cp=config.cp_degree,
         ep=config.expert_parallel.degree,
+        dispatch=config.expert_parallel.dispatch,
     )
 
 
@@ -218,7 +221,7 @@ def as_json(layout: Layout, *, dtype: str = "bf16") -> dict[str, Any]:
     if layout.cp > 1:
         config["sequence_parallel_size"] = layout.cp
     if layout.ep > 1:
-        config["expert_parallel"] = {"size": layout.ep}
+        config["expert_parallel"] = {"size": layout.ep, "dispatch": layout.dispatch}
     if layout.pp > 1:
         config["pipeline"] = {"stages": layout.pp, "schedule": layout.schedule}
         if layout.schedule == "interleaved":

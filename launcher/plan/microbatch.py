@@ -96,7 +96,9 @@ def _send(work: ModelWork, layout: Layout, device: Device, per_node: int) -> flo
     """Return the seconds to dispatch a layer's tokens to their experts and to combine the outputs."""
     if layout.ep == 1:
         return 0.0
-    nbytes = message(work, layout) * work.picked * work.expert_load
+    share = min(1.0, work.expert_load / layout.ep)  # of the pairs that are for the busiest rank
+    rows = work.picked * share if layout.dispatch == "pairs" else 1 - (1 - share) ** work.picked
+    nbytes = message(work, layout) * layout.ep * rows
     return 2 * ring(nbytes, layout.ep, bandwidth(device, layout.ep, layout.tp, per_node))
 
 

@@ -177,3 +177,17 @@ def test_experts_work_as_much_in_fp32() -> None:
     )
     assert wide.flops == narrow.flops and wide.itemsize == 4
     assert narrow.traffic < wide.traffic < 2.1 * narrow.traffic
+
+
+@pytest.mark.parametrize(
+    ("ep", "load", "rows"), [(2, 1.0, 2 * (1 - 2**-8)), (2, 2.0, 2.0), (8, 1.0, 8 * (1 - (7 / 8) ** 8))]
+)
+def test_dispatch_by_tokens_sends_a_token_once_to_each_rank(ep: int, load: float, rows: float) -> None:
+    """With 8 experts per token: `rows` of each token, on average, instead of 8 times the load."""
+    work = replace(
+        WORK, picked=8, expert_layers=32, expert_load=load, sequence=10**9
+    )  # latency does not count
+    pairs, tokens = (
+        step_time(work, Layout(dp=ep, ep=ep, dispatch=by), H100, 8).experts for by in ("pairs", "tokens")
+    )
+    assert tokens / pairs == pytest.approx(rows / (8 * load), rel=1e-3)
