@@ -35,7 +35,7 @@ class RecipeState:
         total_steps: optimizer steps of the whole run.
         tokenizer: None if the run has no tokenizer.
         width: tokens per sequence.
-        adapters: that the run trains; their checkpoints leave out the frozen weights.
+        adapters: the adapters that the run trains; their checkpoints leave out the frozen weights.
 
     Attributes:
         tokens: tokens seen so far, over all ranks.

@@ -49,7 +49,7 @@ class Training:
         total_steps: optimizer steps of the whole run; with `--resume` it includes the earlier steps.
         name: the model's name, for display.
         tokenizer: saved next to the final weights.
-        adapters: that are trained; None: the whole model is.
+        adapters: the adapters that are trained; None: the whole model is.
     """
 
     run: Run

@@ -128,20 +128,17 @@ def _estimate(flags: argparse.Namespace) -> int:
     from launcher.estimate.model_trace import expert_load
     from launcher.estimate.node_host import NodeHost
     from launcher.estimate.variants import advice, side_by_side
-    from launcher.models.build import build_on_meta, load_config
+    from launcher.models.build import load_config
     from launcher.monitor.memory import current_memory_bytes
 
     process = current_memory_bytes()  # after the imports that a rank has as well, before there is a model
     kernels = defaults()["attention"] if budget is None else budget.attention
     model: Any = load_config(flags.model)
     if flags.lora:
-        from launcher.models.adapters import LoraSettings, with_adapters
+        from launcher.estimate.quantized import adapted_on_meta
+        from launcher.models.adapters import LoraSettings
 
-        model = with_adapters(build_on_meta(model), LoraSettings.of_flags(flags))
-    if flags.load_in_4bit:
-        from launcher.estimate.quantized import pack_frozen
-
-        model = pack_frozen(model)
+        model = adapted_on_meta(model, LoraSettings.of_flags(flags))
     estimator, used = Estimator(model, flags.expert_load, kernels), set[str]()
     if flags.longest and device is not None:
         return _longest(estimator, config, world, device, as_object=flags.json)

@@ -135,7 +135,7 @@ class ExpertParallelConfig(Section):
 
     dispatch: Literal["pairs", "tokens"] = "pairs"
     """What ranks send each other. "pairs": a token for each of its experts; its sum is in the router's order,
-    wherever the experts are. "tokens": a token once for each rank that has experts of it, which weights their
+    wherever the experts are. "tokens": a token once for each rank that has some of its experts, which weights their
     outputs and returns one sum, as DeepEP does: faster with many experts per token, but the order of sums, and
     with it their last digits, depend on where the experts are."""
 

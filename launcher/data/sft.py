@@ -152,8 +152,7 @@ def load_sft(
     items = _packed(kept, seq_length, pad_id if split == "eval" else None) if packed else kept
     if packed and kept and not items:
         raise ConfigError(
-            f"The {len(kept)} rows of the split {split!r} of {dataset!r} do not fill one sequence of {seq_length} "
-            "tokens.",
+            f"The split {split!r} of {dataset!r} does not fill one sequence of {seq_length} tokens.",
             where="--packed",
             fix="Use more rows, a shorter --seq-length, or no --packed.",
         )

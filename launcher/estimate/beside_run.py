@@ -7,9 +7,8 @@ from typing import Any
 from launcher.config import Config
 from launcher.estimate.attention_kernels import CPU_KERNELS, GPU_KERNELS
 from launcher.estimate.estimator import Estimator
-from launcher.estimate.quantized import pack_frozen
-from launcher.models.adapters import LoraSettings, with_adapters
-from launcher.models.build import build_on_meta
+from launcher.estimate.quantized import adapted_on_meta
+from launcher.models.adapters import LoraSettings
 from launcher.monitor.summary import EstimatedMemory
 
 
@@ -33,8 +32,7 @@ def estimate_of_run(
     """
     try:
         if lora is not None:
-            model = with_adapters(build_on_meta(model), lora)
-            model = pack_frozen(model) if lora.load_in_4bit else model
+            model = adapted_on_meta(model, lora)
         estimator = Estimator(model, attention=CPU_KERNELS if on_host else GPU_KERNELS, on_host=on_host)
         found = estimator.run(config, world, sequence)
     except Exception as error:  # no error here may prevent the summary of a finished run

@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from launcher.errors import ConfigError
+from launcher.models.adapters import LoraSettings, with_adapters
+from launcher.models.build import build_on_meta
 
 BLOCK, NESTED_BLOCK = 64, 256
 """Weights that share a scale, and scales that share one (`bnb_4bit_use_double_quant`)."""
@@ -17,6 +20,12 @@ class QuantState(NamedTuple):
     """What a packed parameter stands for: a weight of this shape."""
 
     shape: torch.Size
+
+
+def adapted_on_meta(config: PretrainedConfig, settings: LoraSettings) -> nn.Module:
+    """Return the model that a run with adapters trains; its frozen layers are packed if the settings say so."""
+    model = with_adapters(build_on_meta(config), settings)
+    return pack_frozen(model) if settings.load_in_4bit else model
 
 
 def pack_frozen(model: nn.Module) -> nn.Module:

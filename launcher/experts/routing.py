@@ -156,10 +156,12 @@ class Routing:
             sent = Selection(order.div(k, rounding_mode="floor"), tokens, order)
             each = torch.arange(mine, device=index.device).repeat(axis.degree)
             local = each.repeat_interleave(told[:, 2:].reshape(-1), output_size=sum(incoming))
-        order = local.argsort(stable=True)[: sum(pairs)]
-        source = order.div(k, rounding_mode="floor") if by == "tokens" else order
-        once, sorted_already = by == "pairs", by == "pairs" and axis.degree == 1
-        received = Selection(source, sum(incoming), order, once, sorted_already)
+        permutes = by == "pairs"
+        in_order = permutes and axis.degree == 1
+        every = torch.arange(len(local), device=local.device) if in_order else local.argsort(stable=True)
+        order = every[: sum(pairs)]
+        source = order if permutes else order.div(k, rounding_mode="floor")
+        received = Selection(source, sum(incoming), order, permutes, in_order)
         return cls(axis, by, (tokens, k), sent, outgoing, incoming, received, local[order])
 
     def send(self, rows: Tensor, tag: str, *, back: bool = False) -> Tensor:

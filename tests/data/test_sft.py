@@ -119,7 +119,7 @@ def test_the_last_packed_row_of_the_eval_split_is_filled(
         "hi"
     )
     assert learned(item) == tokens("i<eos>")
-    with pytest.raises(ConfigError, match=r"1 rows of the split 'train'[^!]*do not fill one sequence"):
+    with pytest.raises(ConfigError, match=r"The split 'train'[^!]*does not fill one sequence of 6 tokens"):
         load_sft(path, tokenizer, 6, packed=True)
 
 
