@@ -18,11 +18,11 @@ from tests.pool.reference import batch, share
 LR, CLIP = 0.01, 0.5
 
 
-def config_of(stage: int, **sections: Any) -> dict[str, Any]:
+def config_of(stage: int, lr: float = LR, **sections: Any) -> dict[str, Any]:
     """A JSON of 8 sequences a step."""
     return {
         "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.1}},
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **sections,

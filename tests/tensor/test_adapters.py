@@ -21,10 +21,13 @@ from launcher.errors import ConfigError, MisplacedCallError
 from launcher.tensor.adapters import modules_before_peft
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import PlainRun, batch, tiny_gpt2, tiny_llama, train_plain
-from tests.tensor.running import CLIP, LR, advance, config_of, engine_of, whole_state
+from tests.tensor.running import CLIP, advance, engine_of, whole_state
+from tests.tensor.running import config_of as config_at
 from tests.tensor.zoo import tiny_model
 
-STEPS = 3
+# At ten times the rate AdamW makes 8e-5 of a rounding error of the trained copies in three steps, in one process.
+STEPS, LR = 3, 0.001
+config_of = partial(config_at, lr=LR)
 BLOCKS = {"r": 4, "target_modules": "all-linear"}
 MODELS: dict[str, Any] = {
     "llama": lambda: adapted(tiny_llama(layers=2, attention_bias=True)),
@@ -95,7 +98,7 @@ def test_a_run_is_that_of_one_process(
 ) -> None:
     found = pool.run(trained, world, kind, tp, stage, sequence, tmp_path)[0]
     assert found["losses"] == pytest.approx(truth(kind).losses, rel=2e-6)
-    assert found["norms"] == pytest.approx(truth(kind).grad_norms, rel=3e-5)
+    assert found["norms"] == pytest.approx(truth(kind).grad_norms, rel=2e-5)
 
 
 def resumed(ctx: RankContext, kind: str, tp: int, directory: Path) -> tuple[dict[str, Tensor], list[float]]:
