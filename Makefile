@@ -48,7 +48,7 @@ mutants: $(VENV)/.installed-test
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m tests.parity_deepspeed.operators
 	LAUNCHER_TEST_PARITY=1 $(PYTEST) tests/parity_deepspeed tests/parity_megatron \
-	  tests/engine/test_qlora_recipe.py --full --timeout 1000 --durations 20
+	  tests/engine/test_qlora_recipe.py tests/engine/test_float8.py --full --timeout 1000 --durations 20
 
 # DeepSpeed's own unit tests on both engines, from a checkout: make upstream DEEPSPEED=DIR. Hours on two cores.
 upstream: $(VENV)/.installed-parity

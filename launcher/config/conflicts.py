@@ -237,6 +237,9 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
              f'set {section}.enabled to false to keep float32 weights, or write "dtype": "{section}" in torch_autocast')
         for section in ("fp16", "bf16")
     ),
+    Rule(("fp8.enabled", "fp16.enabled"), lambda fp8, fp16: fp8 and fp16,
+         "fp8.enabled is not implemented with fp16.enabled: its products are cast from bfloat16 or float32",
+         "set bf16.enabled to true instead of fp16.enabled"),
     *(
         Rule(("data_types.param_dtype", f"{section}.enabled"),
              lambda dtype, on, section=section: dtype is not None and (dtype == section) != on,

@@ -1,4 +1,4 @@
-"""`fp16`, `bf16`, `torch_autocast` and `data_types`: mixed precision."""
+"""`fp16`, `bf16`, `fp8`, `torch_autocast` and `data_types`: mixed precision."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from launcher.config.section import (
     WholeNumber,
     as_switch,
     complaint,
+    lower,
     readings,
     short_name,
     stage_in,
@@ -110,6 +111,39 @@ class Bf16Config(Section):
     bf16_optimizer_states: bool = False
     """Keep the optimizer's moments in bfloat16 too, which saves 4 bytes per parameter with Adam. Requires
     `bf16_master_weights_and_grads`."""
+
+
+class Fp8Config(Section):
+    """Compute the products of linear layers in float8 (Micikevicius et al. 2022, arXiv:2209.05433), with torchao.
+
+    Inputs, weights and output gradients are cast for each product, with scales computed from their present values.
+    Parameters, gradients and optimizer states keep the dtypes of the other sections. On a device without float8
+    products the same numbers are computed more slowly, and a warning says so.
+    """
+
+    differs: ClassVar[dict[str, str]] = {
+        key: "a key of this launcher" for key in ("enabled", "recipe", "exclude", "all_gather")
+    }
+
+    enabled: bool = False
+    """Convert the linear layers whose sizes are multiples of 16 (with tensor parallelism, of 16 x its degree), except
+    the output head, routers of experts, factors of adapters, quantized layers and those in `exclude`. Experts that
+    transformers computes with grouped products stay as they are."""
+
+    recipe: Annotated[Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"], BeforeValidator(lower)] = (
+        "tensorwise"
+    )
+    """The recipe of torchao. tensorwise: one scale per tensor, the fastest. rowwise: one scale per row, more accurate.
+    rowwise_with_gw_hp: rowwise, with weight gradients computed in bfloat16. The last two need bfloat16."""
+
+    exclude: Names = ()
+    """Layers that are not converted: full names, or parts of a name between its dots, with `*` for any characters, for
+    example "model.layers.0.*" or "down_proj"."""
+
+    all_gather: bool = True
+    """At ZeRO stage 3 with the recipe tensorwise, cast weights before they are gathered: half of the bytes of bfloat16
+    are sent, and in bfloat16 the products are bit for bit the same. Takes precedence over
+    `zero_optimization.zero_quantized_weights` for these weights."""
 
 
 def _full_names(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from launcher.config.monitor import (
 from launcher.config.offload import AioConfig
 from launcher.config.optimizer import OptimizerConfig
 from launcher.config.parallelism import ContextParallelConfig, PipelineConfig, TensorParallelConfig
-from launcher.config.precision import Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
+from launcher.config.precision import Bf16Config, DataTypesConfig, Fp8Config, Fp16Config, TorchAutocastConfig
 from launcher.config.problems import Note
 from launcher.config.resolve import ResolvedAuto, resolved
 from launcher.config.scheduler import SchedulerConfig
@@ -93,6 +93,9 @@ class Config(Section):
 
     bf16: Bf16Config = Field(default_factory=Bf16Config.model_construct)
     """bfloat16 training."""
+
+    fp8: Fp8Config = Field(default_factory=Fp8Config.model_construct)
+    """float8 products."""
 
     torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig.model_construct)
     """float32 model with the forward under torch.autocast."""

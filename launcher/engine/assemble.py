@@ -157,6 +157,10 @@ def initialize(
         own_stage = cut_row(pipeline_module, mesh, resolved, training_data, collate_fn, taken=taken)
         model = own_stage.part
     release(model)  # from a previous engine
+    if resolved.fp8.enabled:
+        from launcher.models.float8 import use_float8
+
+        use_float8(model, resolved.fp8, device, degree=mesh.axes["tp"].degree, talks=mesh.rank == 0)
     source = source or _source(model, seed)
     several = (mesh.axes["tp"].degree, mesh.axes["pp"].degree, resolved.expert_parallel.degree)
     if isinstance(source, MadeOnMeta) and max(several) > 1:

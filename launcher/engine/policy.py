@@ -58,7 +58,16 @@ def policy_of(config: Config, model: nn.Module) -> ZeroPolicy:
     """Return the policy of a resolved config for a model, including the dtypes of special parameters."""
     values = {name: value(config) for name, value in FIELDS.items()}
     special = special_dtypes(config, model)
-    return ZeroPolicy.of_stage(int(config.zero_optimization.stage), **values, special_dtypes=special)
+    stage = int(config.zero_optimization.stage)
+    return ZeroPolicy.of_stage(stage, **values, special_dtypes=special, float8=_sent_in_float8(config, model))
+
+
+def _sent_in_float8(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
+    if not (config.fp8.enabled and config.fp8.all_gather):
+        return {}
+    from launcher.models.float8 import cast_weights
+
+    return cast_weights(model)
 
 
 def axes_of(config: Config, mesh: Mesh) -> ShardAxes:

@@ -38,6 +38,7 @@ def ranks(engine: Engine) -> str:
         + (f"expert parallel {ep}, " if ep > 1 else "")
         + f"ZeRO stage {engine.zero_optimization_stage()}, {engine.resolved.dtype}"
         + (f" under autocast to {autocast.dtype or 'bf16'}" if autocast.enabled else "")
+        + (" with float8 products" if engine.resolved.fp8.enabled else "")
     )
 
 

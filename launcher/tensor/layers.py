@@ -181,7 +181,7 @@ class RowParallel(SplitModule):
         if split.sequence is not None and split.sequence.active and 0 < split.scatters <= y.dim():
             y = leave_scattered(y, split.axis, split.name)
         else:
-            y = leave(y, split.axis, split.name, fresh=True)
+            y = leave(y, split.axis, split.name, fresh=not y._is_view())
         y = y if bias is None else y + bias
         return slice_along(y, split.axis, -1, f"{split.name}.output") if split.takes else y
 

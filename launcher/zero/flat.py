@@ -82,6 +82,7 @@ class FlatBuffer:
         placement = placement or BufferPlacement(on_device, on_device)
         self.params_placement, self.optim_placement = placement.params, placement.optim
         self.axis, self.shards_optim = self.axes.shard, self.policy.shard_optim
+        self.float8 = spec.float8
         self.trainable = self.slots[0].leaf.requires_grad
         # With one rank the shard is the whole buffer: nothing to gather or free, unless it is off the device.
         self.sharded = spec.sharded and (self.axis.degree > 1 or self.params_placement != on_device)
@@ -346,14 +347,15 @@ class FlatBuffer:
         Args:
             written: the optimizer has already written `params_beside_master`.
         """
+        if self.packed is not None:
+            self.packed.pack()
+        elif self.own_master and not written:
+            params = self._shard.allocate() if self.sharded else self._owned_params
+            params.copy_(self.master)
         for feature in self.gather_features:
             feature.on_change()
         if self.packed is not None:
-            self.packed.pack()
             return []
-        if self.own_master and not written:
-            params = self._shard.allocate() if self.sharded else self._owned_params
-            params.copy_(self.master)
         self.rest(changed=True)
         if self.sharded or not self.shards_optim:
             return []

@@ -105,12 +105,14 @@ class BufferSpec:
         sharded: whether the parameters are sharded: as in the policy, unless these persist.
         dtype: the compute dtype of the module.
         expert: the parameters belong to experts, of which other ranks hold different ones.
+        float8: the dtype in which shards are sent, if their layers cast them to float8.
         slots: the parameters in the buffer; their leaves may still be on meta.
     """
 
     sharded: bool
     dtype: torch.dtype
     expert: bool = False
+    float8: torch.dtype | None = None
     slots: list[ParamSlot] = field(default_factory=list)
 
     @property
@@ -153,7 +155,8 @@ def assign_units(
     from the start of the forward to the end of the backward. Small parameters that persist under ZeRO-3 also
     belong to the root unit, where one collective serves all of them instead of one per block. Parameters that
     several pipeline stages hold get separate flat buffers, so that these are identical on all of the stages.
-    Expert parameters get separate flat buffers, too, because they are sharded over other ranks.
+    Expert parameters get separate flat buffers, too, because they are sharded over other ranks, and so do weights
+    that are gathered in float8.
     """
     policy = layout.policy
     units = [UnitSpec(name, module) for name, module in blocks]
@@ -174,18 +177,20 @@ def assign_units(
         if dtype.is_floating_point:
             dtype = policy.special_dtypes.get(slot.name, policy.param_dtype)
         expert = slot.name in parts.experts
+        float8 = policy.float8.get(slot.name) if sharded else None
         key = (
             unit.name,
             dtype,
             slot.leaf.requires_grad,
             sharded,
             expert,
+            float8,
             None if alone else id(slot.holders),
         )
         # a buffer is as large as its placement allows, but holds at least one parameter
         cut = layout.placements.cut * layout.axes_of(expert=expert).shard.degree
         if key not in buffers or buffers[key].padded_numel + slot.padded_numel > cut:
-            buffers[key] = BufferSpec(sharded, dtype, expert)
+            buffers[key] = BufferSpec(sharded, dtype, expert, float8)
             unit.groups.append(buffers[key])
         buffers[key].slots.append(slot)
     return [unit for unit in units if unit.groups] + [root]

@@ -47,6 +47,7 @@ class ZeroPolicy:
         quantized_gradients: reduce-scatter gradients in blocks of 4-bit integers
             (`zero_quantized_gradients`).
         quantized_frozen: store the shards of frozen parameters in blocks of 8-bit integers.
+        float8: parameter name -> the float8 dtype in which it is gathered, because its layer casts it anyway.
         compute_norm: compute the gradient norm in each step.
         apply_gathers: `Module.apply` reads and modifies full parameters (`override_module_apply`).
         warn_of_order: log a warning when the order of use changes (`log_trace_cache_warnings`).
@@ -76,6 +77,7 @@ class ZeroPolicy:
     quantized_weights: bool = False
     quantized_gradients: bool = False
     quantized_frozen: bool = False
+    float8: Mapping[str, torch.dtype] = field(default_factory=dict)
     compute_norm: bool = True
     apply_gathers: bool = True
     warn_of_order: bool = False

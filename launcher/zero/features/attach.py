@@ -30,6 +30,10 @@ def attach_to_buffer(flat: FlatBuffer) -> None:
         packed = QuantizedShard(flat)
         flat.packed = packed
         flat.gather_features.append(packed)
+    elif flat.float8 is not None:
+        from launcher.zero.features.float8 import Float8Gather
+
+        flat.gather_features.append(Float8Gather(flat, flat.float8))
     elif flat.policy.quantized_weights:
         from launcher.zero.features.quantized import QuantizedGather
 

@@ -33,7 +33,7 @@ class SecondShard:
     """
 
     def __init__(self, flat: FlatBuffer, axis: Axis) -> None:
-        self._axis, self._quantizes = axis, flat.policy.quantized_weights
+        self._axis, self._quantizes = axis, flat.policy.quantized_weights or flat.float8 is not None
         self._span, self._state = axis.span(flat.numel), SecondState.STALE
         self.tensor = memory(flat.numel // axis.degree, flat.dtype, flat.pool.device).zero_()
 
