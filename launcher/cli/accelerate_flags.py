@@ -106,7 +106,9 @@ def variables(path: str) -> dict[str, str]:
     """Return the environment variables that accelerate's own launcher would set in addition to the JSON."""
     tree = checked(path)
     section = tree.get("deepspeed_config") or {}
-    found = {"ACCELERATE_MIXED_PRECISION": precision_of(tree)}
+    precision = precision_of(tree)
+    # float8 is the engine's, by the JSON: accelerate must not convert the model, too.
+    found = {"ACCELERATE_MIXED_PRECISION": "bf16" if precision == "fp8" else precision}
     if section.get("zero3_init_flag") is not None:
         found["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = str(section["zero3_init_flag"]).lower()
     if section.get("deepspeed_moe_layer_cls_names") is not None:

@@ -21,7 +21,10 @@ STAGE = "zero_stage"
 STAGES = {"DEEPSPEED": 2, "MULTI_GPU": 0, "MULTI_CPU": 0, "NO": 0}
 """distributed_type -> the ZeRO stage if none is set, as in accelerate; 0 is equivalent to DDP."""
 
-PRECISIONS = ("no", "bf16", "fp16")
+PRECISIONS: Mapping[str, tuple[str, ...]] = {
+    "no": (), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("bf16", "fp8"),
+}  # fmt: skip
+"""mixed_precision -> the sections of the JSON that it enables."""
 ACCUMULATION = "gradient_accumulation_steps"
 SECTIONS: Mapping[str, str] = {
     ACCUMULATION: ACCUMULATION,
@@ -38,11 +41,14 @@ SECTIONS: Mapping[str, str] = {
 OF_MACHINES = {"deepspeed_hostfile", "deepspeed_multinode_launcher"} | {
     f"deepspeed_{verb}_filter" for verb in ("inclusion", "exclusion")
 }
+FP8, FP8_BACKEND, FP8_GATHERS = "fp8_config", "backend", "enable_fsdp_float8_all_gather"
+FP8_KEYS = {FP8_BACKEND, FP8_GATHERS, "pad_inner_dim"}
+"""Keys of accelerate's torchao backend; sizes need no padding, since only multiples of 16 are computed in float8."""
 FILE, OF_SCRIPT = "deepspeed_config_file", {"zero3_init_flag", "deepspeed_moe_layer_cls_names"}
 TOP = {
     "compute_environment", "distributed_type", "deepspeed_config", "mixed_precision", ACCUMULATION,
     "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "use_cpu",
-    "enable_cpu_affinity",
+    "enable_cpu_affinity", FP8,
 }  # fmt: skip
 IDLE = {
     "main_training_function", "rdzv_backend", "same_network", "downcast_bf16", "debug",
@@ -53,7 +59,6 @@ ELSEWHERE = {
     "fsdp_config": "zero_stage: 3 in deepspeed_config",
     "megatron_lm_config": "tensor_parallel and pipeline in the JSON",
     "parallelism_config": "tensor_parallel and pipeline in the JSON",
-    "fp8_config": "bf16 or fp16",
     "dynamo_config": "compile in the JSON",
     "mpirun_config": "launch --launcher openmpi",
 }
@@ -95,9 +100,24 @@ def _built(tree: Mapping[str, Any], section: Mapping[str, Any], path: str) -> di
             where=path,
             fix=f"write one of {', '.join(PRECISIONS)}",
         )
-    if precision != "no":
-        made[precision] = {"enabled": True}
+    for name in PRECISIONS[precision]:
+        made[name] = {"enabled": True}
+    if precision == "fp8":
+        made["fp8"] |= _of_torchao(tree.get(FP8) or {}, path)
     return made
+
+
+def _of_torchao(section: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return keys of the JSON's `fp8` for an `fp8_config`."""
+    backend = str(section.get(FP8_BACKEND) or "AO")
+    if backend.upper() not in ("AO", "TORCHAO"):
+        raise ConfigError(
+            f"unsupported {FP8}.{FP8_BACKEND}: {in_json(backend)}",
+            where=path,
+            fix="write AO: torchao's layers are used",
+        )
+    _check_keys(section, FP8_KEYS, f"{path} {FP8}")
+    return {"all_gather": section[FP8_GATHERS]} if section.get(FP8_GATHERS) is not None else {}
 
 
 def precision_of(tree: Mapping[str, Any]) -> str:
@@ -131,7 +151,12 @@ def checked(path: str) -> dict[str, Any]:
         )
     _check_keys(tree, TOP | IDLE | ELSEWHERE.keys(), path)
     _check_keys(section, {*SECTIONS, *OF_MACHINES, *OF_SCRIPT, FILE}, f"{path} deepspeed_config")
-    _check_plain({key: tree[key] for key in TOP & tree.keys() - {"deepspeed_config"}} | section, path)
+    if not isinstance(tree.get(FP8) or {}, dict):
+        raise ConfigError(
+            f"{FP8} must be a section, not {show(tree[FP8])}", where=path, fix="write keys in it"
+        )
+    single = {key: tree[key] for key in TOP & tree.keys() - {"deepspeed_config", FP8}}
+    _check_plain(single | section | (tree.get(FP8) or {}), path)
     for key, instead in ELSEWHERE.items():
         if tree.get(key):
             raise ConfigError(

@@ -121,12 +121,26 @@ def test_the_script_is_told_what_accelerates_launcher_tells(
     assert told["zero_optimization"]["stage"] == 3
 
 
+def test_float8_is_the_engines(tmp_path: Path) -> None:
+    """accelerate is told bf16, or it would convert the model itself."""
+    keys = {"backend": "AO", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True}
+    path = written(tmp_path, mixed_precision="fp8", fp8_config=keys)
+    tree = read(path).tree
+    assert tree["bf16"] == {"enabled": True} and tree["fp8"] == {"enabled": True, "all_gather": False}
+    assert hugging_face.variables(path)["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp": ({"distributed_type": "FSDP"}, 'unsupported distributed_type: "FSDP"'),
     "fsdp section": ({"fsdp_config": {"fsdp_version": 2}}, "fsdp_config configures another engine"),
     "typo": ({"num_procesess": 2}, "did you mean num_processes"),
     "typo inside": ({"deepspeed_config": {"zero_stages": 2}}, "did you mean zero_stage"),
-    "precision": ({"mixed_precision": "fp8"}, "write one of no, bf16, fp16"),
+    "precision": ({"mixed_precision": "fp4"}, "write one of no, bf16, fp16, fp8"),
+    "backend of float8": ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, "write AO"),
+    "key of float8": (
+        {"mixed_precision": "fp8", "fp8_config": {"margin": 2}},
+        'unknown accelerate key "margin"',
+    ),
     "cloud": ({"compute_environment": "AMAZON_SAGEMAKER"}, "LOCAL_MACHINE"),
     "uneven": ({**TWO, "num_processes": 15}, "not a multiple"),
     "not a number": ({"num_processes": "two"}, "whole number"),
