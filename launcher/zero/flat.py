@@ -130,7 +130,7 @@ class FlatBuffer:
         """Replace the shard and the master weights."""
         self._shard, self._master = shard, master
         self.master_dtype = master.dtype
-        self._shard_is_offloaded = shard.is_offloaded
+        self.shard_is_offloaded = shard.is_offloaded
         self.is_offloaded = shard.is_offloaded or master.is_offloaded
         """True if the shard or the master weights are kept off the device."""
         self._stays = None if self.is_offloaded else (shard.load(), master.load())
@@ -273,8 +273,8 @@ class FlatBuffer:
 
             lane = lane_of("from host", buffer.device)
         with nullcontext() if lane is None else lane.beside():
-            buffer[self.shard_span].copy_(shard, non_blocking=not self._shard_is_offloaded)
-            if self._shard_is_offloaded:
+            buffer[self.shard_span].copy_(shard, non_blocking=not self.shard_is_offloaded)
+            if self.shard_is_offloaded:
                 self._shard.discard()
             pending = all_gather(buffer, self.axis, tag)
         return pending if lane is None else Pending([pending, lane.ticket()])
@@ -336,7 +336,7 @@ class FlatBuffer:
     def params_beside_master(self) -> Tensor | None:
         """Return the parameters [owned range], or None unless they are separate from the master weights and
         always in memory."""
-        if not self.own_master or self._shard_is_offloaded:
+        if not self.own_master or self.shard_is_offloaded:
             return None
         return self.shard if self.sharded else self._owned_params
 
@@ -347,15 +347,14 @@ class FlatBuffer:
         Args:
             written: the optimizer has already written `params_beside_master`.
         """
-        if self.packed is not None:
-            self.packed.pack()
-        elif self.own_master and not written:
-            params = self._shard.allocate() if self.sharded else self._owned_params
-            params.copy_(self.master)
         for feature in self.gather_features:
             feature.on_change()
         if self.packed is not None:
+            self.packed.pack()
             return []
+        if self.own_master and not written:
+            params = self._shard.allocate() if self.sharded else self._owned_params
+            params.copy_(self.master)
         self.rest(changed=True)
         if self.sharded or not self.shards_optim:
             return []

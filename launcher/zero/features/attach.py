@@ -66,6 +66,10 @@ def attach_features(zero: ZeroModel) -> None:
     follow_handles(zero.hooks)
     follow_torch(live_models)
     zero.hooks.gather_for_one_call = gather_for_one_call
+    if zero.policy.float8:
+        from launcher.zero.features.float8 import exchange_together
+
+        exchange_together(zero.flats)
     edits = ParameterEdits(zero.flats)
     if edits.has_work:
         zero.callbacks.before_step.append(edits.take_over)

@@ -97,6 +97,8 @@ def broadcast_edit(slot: ParamSlot, source: int) -> None:
             fix="change it before initialize()",
         )
     full = flat.full
+    for feature in flat.gather_features:
+        feature.on_change()
     broadcast(full[slot.span], flat.axes.dp, f"{flat.name}/edit", source=source).wait()
     if flat.packed is not None:
         flat.packed.unpack()
@@ -107,8 +109,6 @@ def broadcast_edit(slot: ParamSlot, source: int) -> None:
             kept[start - span.start : stop - span.start].copy_(full[start:stop])
     if flat.packed is not None:
         flat.packed.pack()
-    for feature in flat.gather_features:
-        feature.on_change()
     flat.rest(changed=True)
 
 
