@@ -81,12 +81,12 @@ def test_pipelines(pool: WorkerPool, schedule: str) -> None:
     assert losses == pytest.approx(truth().losses, rel=1e-6)
 
 
-def counted(ctx: RankContext, gathers: bool, offload: bool) -> tuple[list[float], dict[str, int]]:
+def counted(ctx: RankContext, gathers: bool, nvme: Path | None) -> tuple[list[float], dict[str, int]]:
     config = config_of(
         3, PARTS // 2, {}, bf16={"enabled": True}, fp8={"enabled": True, "all_gather": gathers}
     )
-    if offload:
-        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    if nvme is not None:
+        config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(nvme)}
     engine = engine_of(config, llama())
     losses = advance(engine, range(2))[0]
     with record_collectives() as records:
@@ -100,11 +100,10 @@ def counted(ctx: RankContext, gathers: bool, offload: bool) -> tuple[list[float]
 
 @pytest.mark.key("fp8.all_gather")
 @pytest.mark.parametrize("offload", [False, True])
-def test_weights_are_sent_in_float8(pool: WorkerPool, offload: bool) -> None:
+def test_weights_are_sent_in_float8(pool: WorkerPool, tmp_path: Path, offload: bool) -> None:
     """Half of the bytes of bfloat16, the largest magnitudes once per forward, and the very same losses."""
-    (exact, whole), (losses, halves) = (
-        pool.run(counted, 2, gathers, offload)[0] for gathers in (False, True)
-    )
+    nvme = tmp_path if offload else None
+    (exact, whole), (losses, halves) = (pool.run(counted, 2, gathers, nvme)[0] for gathers in (False, True))
     assert losses == exact
     for layer in ("model.layers.0", "model.layers.1", "model.layers.2"):
         codes, norms = (halves[f"{layer}.{part}/forward"] for part in (0, 1))
