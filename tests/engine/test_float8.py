@@ -86,7 +86,11 @@ def counted(ctx: RankContext, gathers: bool, nvme: Path | None) -> tuple[list[fl
         3, PARTS // 2, {}, bf16={"enabled": True}, fp8={"enabled": True, "all_gather": gathers}
     )
     if nvme is not None:
-        config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(nvme)}
+        config["zero_optimization"]["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": str(nvme),
+            "max_in_cpu": 0,
+        }
     engine = engine_of(config, llama())
     losses = advance(engine, range(2))[0]
     with record_collectives() as records:
