@@ -10,7 +10,7 @@ from __future__ import annotations
 import launcher
 from launcher.cli.flags import FlagParser
 from launcher.cli.recipe_flags import add_lora, training_parser
-from launcher.data.sft import load_sft, prompt_tokens
+from launcher.data.sft import PLAIN_TEMPLATE, load_sft, prompt_tokens
 from launcher.data.tokenizer import load_tokenizer
 from launcher.engine.dtypes import compute_dtype
 from launcher.engine.generating import continuation
@@ -100,9 +100,9 @@ def main() -> None:
         f"{name} ({made.how})" + (f", LoRA adapters of rank {lora.rank}" if lora else ""),
         f"{args.dataset}: {len(train_set):,} rows of {seq_length} tokens, {len(eval_set):,} held out for evaluation"
         + (
-            ""
-            if tokenizer.chat_template
-            else "; no chat template: messages are written `role:`, content, <eos>"
+            "; the tokenizer has no chat template: it gets one (`role:`, content, <eos>), saved with the model"
+            if tokenizer.chat_template == PLAIN_TEMPLATE
+            else ""
         ),
     )
 

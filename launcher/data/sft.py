@@ -24,6 +24,15 @@ from launcher.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ ('' if loop.first else '\\n\\n') + message['role'] + ':\\n' + message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '' }}"
+    "{% endfor %}"
+    "{{ '\\n\\nassistant:\\n' if add_generation_prompt else '' }}"
+)
+"""The chat template of a tokenizer without one: `role:`, the content, and <eos> after the assistant's."""
+
 ROW_KINDS = '{"messages": [{"role", "content"}, ...]}, {"prompt", "completion"} or {"text"}'
 
 
@@ -109,10 +118,10 @@ def load_sft(
 ) -> SftDataset:
     """Load instruction data for `finetune`.
 
-    Every conversation, completion and text ends with <eos>. Conversations are formatted with the tokenizer's
-    chat template, or else with a plain one: `role:\\ncontent\\n\\n` for each message, with <eos> after the
-    content of the assistant's. Rows longer than `seq_length` are truncated, and rows without anything to
-    learn are dropped; both are counted and logged.
+    Every conversation, completion and text ends with <eos>. Conversations are formatted with the
+    tokenizer's chat template; if it has none, it gets `PLAIN_TEMPLATE`, which is then saved with the model.
+    Rows longer than `seq_length` are truncated, and rows without anything to learn are dropped; both are
+    counted and logged.
 
     Args:
         dataset: a .jsonl, .json or .parquet file, a directory of them, or a Hugging Face dataset id.
@@ -133,6 +142,8 @@ def load_sft(
             fix="Use a tokenizer with a tokenizer.json and an eos_token.",
         )
     rows = _split(load_rows(dataset), split, dataset)
+    if not tokenizer.chat_template and "messages" in rows.column_names:
+        tokenizer.chat_template = PLAIN_TEMPLATE
     with valid_text(rows, dataset):
         encoded = [
             encode(segments(row, tokenizer, f"{dataset} row {i}"), tokenizer) for i, row in enumerate(rows)
@@ -176,9 +187,7 @@ def segments(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: 
     """
     eos = str(tokenizer.eos_token)
     if row.get("messages"):
-        if tokenizer.chat_template:
-            return _templated(row["messages"], tokenizer, where)
-        return _plain(row["messages"], eos)
+        return _templated(row["messages"], tokenizer, where)
     if row.get("prompt") is not None and row.get("completion") is not None:
         return [Segment(row["prompt"], False), Segment(row["completion"] + eos, True)]
     if row.get("text"):
@@ -222,16 +231,6 @@ def _digest(rows: Sequence[Row]) -> str:
             hashed.update(values.tobytes())
     digest: str = hashed.hexdigest()
     return digest
-
-
-def _plain(messages: Sequence[Mapping[str, str]], eos: str) -> list[Segment]:
-    parts = []
-    for message in messages:
-        answer = message["role"] == "assistant"
-        parts.append(Segment(f"{message['role']}:\n", False))
-        parts.append(Segment(message["content"] + (eos if answer else ""), answer))
-        parts.append(Segment("\n\n", False))
-    return parts
 
 
 def _templated(

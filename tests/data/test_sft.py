@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from launcher.data.loader import GlobalBatchLoader
-from launcher.data.sft import IGNORED, load_sft
-from launcher.data.tokenizer import byte_tokenizer
+from launcher.data.sft import IGNORED, load_sft, prompt_tokens
+from launcher.data.tokenizer import byte_tokenizer, save_tokenizer
 from launcher.errors import ConfigError
 
 EOS, PAD = 258, 256
@@ -75,9 +75,20 @@ def test_text_is_learned_whole(tmp_path: Path, tokenizer: PreTrainedTokenizerFas
 def test_messages_without_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     data = load_sft(write(tmp_path, [{"messages": CHAT}]), tokenizer, 128, split="all")
     length = int(data[0]["attention_mask"].sum())
-    text = "user:\nHi?\n\nassistant:\nHöi!<eos>\n\nuser:\nAnd?\n\nassistant:\nBye<eos>\n\n"
+    text = "user:\nHi?\n\nassistant:\nHöi!<eos>\n\nuser:\nAnd?\n\nassistant:\nBye<eos>"
     assert data[0]["input_ids"][:length].tolist() == tokens(text)
     assert learned(data[0]) == tokens("Höi!<eos>Bye<eos>")
+    # and a prompt is written so, by whoever loads the model
+    save_tokenizer(tokenizer, tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    prompt = saved.apply_chat_template(CHAT[:3], tokenize=False, add_generation_prompt=True)
+    assert prompt == text.removesuffix("Bye<eos>").replace("<eos>", tokenizer.eos_token)
+    assert prompt_tokens("Hi?", saved) == tokens("user:\nHi?\n\nassistant:\n")
+
+
+def test_rows_without_messages_need_no_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    load_sft(write(tmp_path, [{"text": "all of it"}]), tokenizer, 16, split="all")
+    assert tokenizer.chat_template is None
 
 
 def test_messages_with_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
