@@ -240,6 +240,10 @@ ACROSS: tuple[Rule | RuleFunction, ...] = (
     Rule(("fp8.enabled", "fp16.enabled"), lambda fp8, fp16: fp8 and fp16,
          "fp8.enabled is not implemented with fp16.enabled: its products are cast from bfloat16 or float32",
          "set bf16.enabled to true instead of fp16.enabled"),
+    Rule(("fp8.enabled", "torch_autocast.dtype", "torch_autocast.enabled"),
+         lambda fp8, dtype, casts: fp8 and casts and dtype == "fp16",
+         "fp8.enabled is not implemented with float16: its products are cast from bfloat16 or float32",
+         "set torch_autocast.dtype to bf16"),
     *(
         Rule(("data_types.param_dtype", f"{section}.enabled"),
              lambda dtype, on, section=section: dtype is not None and (dtype == section) != on,

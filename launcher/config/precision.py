@@ -126,9 +126,9 @@ class Fp8Config(Section):
     }
 
     enabled: bool = False
-    """Convert the linear layers whose sizes are multiples of 16 (with tensor parallelism, of 16 x its degree), except
-    the output head, routers of experts, factors of adapters, quantized layers and those in `exclude`. Experts that
-    transformers computes with grouped products stay as they are."""
+    """Convert the linear layers whose sizes are multiples of 16 (with tensor parallelism, of 16 x its degree),
+    except the output head of a Hugging Face model, routers of experts, factors of adapters, quantized layers and
+    those in `exclude`. Experts that transformers computes with grouped products stay as they are."""
 
     recipe: Annotated[Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"], BeforeValidator(lower)] = (
         "tensorwise"
@@ -140,10 +140,10 @@ class Fp8Config(Section):
     """Layers that are not converted: full names, or parts of a name between its dots, with `*` for any characters, for
     example "model.layers.0.*" or "down_proj"."""
 
-    all_gather: bool = True
+    all_gather: bool = False
     """At ZeRO stage 3 with the recipe tensorwise, cast weights before they are gathered: half of the bytes of bfloat16
-    are sent, and in bfloat16 the products are bit for bit the same. Takes precedence over
-    `zero_optimization.zero_quantized_weights` for these weights."""
+    are sent, and in bfloat16 the products are bit for bit the same. It is an error if the model reads such a weight
+    other than through its layer. Takes precedence over `zero_optimization.zero_quantized_weights` for these weights."""
 
 
 def _full_names(names: tuple[str, ...]) -> tuple[str, ...]:

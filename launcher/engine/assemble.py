@@ -158,9 +158,11 @@ def initialize(
         model = own_stage.part
     release(model)  # from a previous engine
     if resolved.fp8.enabled:
-        from launcher.models.float8 import use_float8
+        from launcher.models.float8 import float8_layers, use_float8
 
-        use_float8(model, resolved.fp8, device, degree=mesh.axes["tp"].degree, talks=mesh.rank == 0)
+        whole = model if pipeline_module is None else pipeline_module.whole()
+        names = float8_layers(whole, resolved.fp8, degree=mesh.axes["tp"].degree)
+        use_float8(model, names, resolved.fp8.recipe, device, talks=mesh.rank == 0)
     source = source or _source(model, seed)
     several = (mesh.axes["tp"].degree, mesh.axes["pp"].degree, resolved.expert_parallel.degree)
     if isinstance(source, MadeOnMeta) and max(several) > 1:

@@ -85,7 +85,7 @@ def _configured_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtyp
         chosen = {
             id(p)
             for module in model.modules()
-            if type(module) in classes
+            if vars(module).get("converted_from", type(module)) in classes
             for p in module.parameters(recurse=False)
         }
         return {

@@ -7,67 +7,143 @@ parameters, a tensor-parallel layer runs the converted forward on its shard, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from launcher.config.precision import Fp8Config
 from launcher.errors import ConfigError
-from launcher.models.units import ends_of, holds_experts
+from launcher.models.units import ends_of, holds_experts, transformers_model_in
 
 logger = logging.getLogger("launcher")
 
 MULTIPLE = 16
 """Float8 products of GPUs need sizes that are multiples of it."""
 
+ROUTERS = frozenset({"gate", "router"})
+"""Names of modules that choose experts."""
 
-def use_float8(
-    model: nn.Module, section: Fp8Config, device: torch.device, *, degree: int = 1, talks: bool = True
-) -> list[str]:
-    """Convert the linear layers of `model` to float8 products, in place, and return their names.
+
+class Float8Layer(nn.Module):
+    """Mixed into torchao's layer: empty inputs, autocast on every device, and protection of rounded weights."""
+
+    converted_from: type[nn.Module]
+    is_computing: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in features] -> [..., out features]."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if not x.numel():  # no tokens for an expert: there is no scale of nothing
+            weight, bias = (self._parameters[name] for name in ("weight", "bias"))
+            return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))  # type: ignore[union-attr]
+        self.is_computing = True
+        try:
+            y: Tensor = super().forward(x)
+        finally:
+            self.is_computing = False
+        return y
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight.
+
+        Raises:
+            ConfigError: code outside of the layer reads it while it is rounded to float8.
+        """
+        if not self.is_computing and self in _is_rounded and _is_rounded[self]():
+            raise ConfigError(
+                f"the weight of a {type(self).__name__} of shape {tuple(self._parameters['weight'].shape)} is read "  # type: ignore[union-attr]
+                "outside of the layer, but was gathered in float8, so it is rounded",
+                where="fp8.all_gather",
+                fix='set "all_gather" to false, or add the layer to fp8.exclude',
+            )
+        return self._parameters["weight"]  # type: ignore[return-value]
+
+    def restore(self) -> None:
+        """Make the layer what it was."""
+        for name in self.added:
+            del self.__dict__[name]
+        self.__class__ = self.__dict__.pop("converted_from")
+
+    added: tuple[str, ...] = ()
+
+
+_is_rounded: WeakKeyDictionary[nn.Module, Callable[[], bool]] = WeakKeyDictionary()
+"""Layer -> whether its weight is rounded to float8 now. Not an attribute: copies of a model must not refer to it."""
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def watch(layer: nn.Module, is_rounded: Callable[[], bool]) -> None:
+    """Refuse reads of a layer's weight by other code while `is_rounded()`."""
+    if isinstance(layer, Float8Layer):
+        _is_rounded[layer] = is_rounded
+
+
+def float8_layers(model: nn.Module, section: Fp8Config, *, degree: int = 1) -> list[str]:
+    """Return the names of the linear layers to convert, of the whole model.
 
     Args:
         degree: the tensor-parallel degree; sizes must be multiples of 16 on every rank.
-        talks: log what was converted.
 
     Raises:
-        ConfigError: torchao is missing, a name in `exclude` matches nothing, or no layer can be converted.
+        ConfigError: a name in `exclude` matches nothing, or no layer can be converted.
     """
     linear, step = dict(_linear_layers(model)), MULTIPLE * degree
     excluded = _excluded(linear, section.exclude)
-    chosen = {
-        name: layer
-        for name, layer in linear.items()
-        if name not in excluded and layer.in_features % step == 0 and layer.out_features % step == 0
-    }
+    fitting = [name for name, one in linear.items() if one.in_features % step == one.out_features % step == 0]
+    chosen = [name for name in fitting if name not in excluded]
     if not chosen:
         raise ConfigError(
-            f"{type(model).__name__} has no linear layer whose sizes are multiples of {step}",
-            where="fp8.enabled",
-            fix="delete fp8" + (", or lower the tensor-parallel degree" if degree > 1 else ""),
+            f"fp8.exclude leaves none of the {len(fitting)} linear layers"
+            if fitting
+            else f"{type(model).__name__} has no linear layer whose sizes are multiples of {step}",
+            where="fp8.exclude" if fitting else "fp8.enabled",
+            fix="delete fp8"
+            + (", or lower the tensor-parallel degree" if degree > 1 and not fitting else ""),
         )
-    settings = _settings(section.recipe, device)
-    for layer in chosen.values():
-        _convert(layer, settings)
+    return chosen
+
+
+def use_float8(
+    model: nn.Module, names: Collection[str], recipe: str, device: torch.device, *, talks: bool = True
+) -> None:
+    """Convert the layers of `model` that are in `names` to float8 products, in place.
+
+    Args:
+        names: of the whole model, of which `model` may be a stage.
+        talks: log what was converted.
+
+    Raises:
+        ConfigError: torchao is missing.
+    """
+    settings = _settings(recipe, device)
+    for name, module in model.named_modules():
+        if name in names:
+            _convert(module, settings)
     if talks:
-        _log(chosen, linear, section.recipe, emulated=settings.emulate)
-    return list(chosen)
+        logger.info("fp8: %d linear layers compute in float8 (%s)", len(names), recipe)
+    if talks and settings.emulate:
+        logger.warning("fp8: this device has no float8 products: they are emulated, which is slow")
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the plain linear layers, but for the output head, routers and the factors of adapters."""
-    _, head = ends_of(model)
-    skipped = {head, *_routers(model), *_adapters(model)}
+    _, head = ends_of(transformers_model_in(model))
+    skipped = {head, *_beside_experts(model), *_adapters(model)}
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and module not in skipped:
+        if type(module) is nn.Linear and module not in skipped and ROUTERS.isdisjoint(name.split(".")):
             yield name, module
 
 
-def _routers(model: nn.Module) -> Iterator[nn.Module]:
+def _beside_experts(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules next to the experts of a layer."""
     for module in model.modules():
         if any(holds_experts(child) for child in module.children()):
@@ -93,12 +169,6 @@ def _excluded(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
                 fix=f"the model has, for example, {', '.join([*names][:3]) or 'no such layers'}",
             )
     return set().union(*found.values())
-
-
-def _log(chosen: Collection[str], linear: Collection[str], recipe: str, *, emulated: bool) -> None:
-    logger.info("fp8: %d of %d linear layers compute in float8 (%s)", len(chosen), len(linear), recipe)
-    if emulated:
-        logger.warning("fp8: this device has no float8 products: they are emulated, which is slow")
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -128,18 +198,23 @@ def computes_float8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _convert(layer: nn.Linear, settings: Any) -> None:
+def _convert(layer: nn.Module, settings: Any) -> None:
     """Give `layer` the class and the attributes of torchao's layer."""
     from torchao.float8 import convert_to_float8_training
 
     (converted,) = convert_to_float8_training(nn.Sequential(layer), config=settings)
-    layer.__class__ = type(converted)
+    kind = type(converted)
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (Float8Layer, kind), {"__module__": kind.__module__})
     own = vars(layer)
-    own.update({name: value for name, value in vars(converted).items() if name not in own})
+    more = {name: value for name, value in vars(converted).items() if name not in own}
+    more |= {"is_computing": False, "added": (*more, "is_computing", "added")}
+    own.update(more, converted_from=type(layer))
+    layer.__class__ = _classes[kind]
 
 
 def cast_weights(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the weights that are used only as float8 with one scale per weight: name -> that dtype."""
+    """Return the weights that only float8 layers with one scale per weight own: name -> the dtype of the casts."""
     uses: dict[nn.Parameter, list[torch.dtype | None]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -154,9 +229,10 @@ def cast_weights(model: nn.Module) -> dict[str, torch.dtype]:
 
 def _cast_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype to which a float8 layer casts its weight with one scale; None for any other module."""
-    settings: Any = getattr(module, "config", None)
-    forward = getattr(settings, "cast_config_weight", None)
-    if forward is None or forward != settings.cast_config_weight_for_grad_input:
+    if not isinstance(module, Float8Layer):
         return None
-    tensorwise = (forward.scaling_type.value, forward.scaling_granularity.value) == ("dynamic", "tensorwise")
-    return forward.target_dtype if tensorwise and not settings.round_scales_to_power_of_2 else None
+    settings: Any = module.config
+    cast = settings.cast_config_weight
+    tensorwise = (cast.scaling_type.value, cast.scaling_granularity.value) == ("dynamic", "tensorwise")
+    same = cast == settings.cast_config_weight_for_grad_input and not settings.round_scales_to_power_of_2
+    return cast.target_dtype if tensorwise and same else None

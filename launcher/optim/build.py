@@ -165,7 +165,8 @@ def named_groups(parameters: Iterable[Any] | None, names: dict[int, str]) -> lis
             raise ConfigError(
                 f"the optimizer has a parameter of shape {tuple(strangers[0].shape)} that the model does not have",
                 where="initialize(optimizer=..., model_parameters=...)",
-                fix="construct the optimizer with the parameters of the model that is passed",
+                fix="construct the optimizer with the parameters of the model that is passed, after anything that "
+                "replaces them (as accelerate's mixed_precision=\"fp8\" does: the JSON's fp8 does not)",
             )
         options = {k: v for k, v in group.items() if k != "params"}
         groups.append({**options, "names": list(dict.fromkeys(names[id(p)] for p in members))})

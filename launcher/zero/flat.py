@@ -92,6 +92,8 @@ class FlatBuffer:
         self.owned = self.shard_span if self.shards_optim else slice(0, self.numel)
         """The range of the flat buffer that this rank's optimizer steps."""
         self.full: Tensor | None = None
+        self.is_exact = True
+        """Whether `full` has the values of the shards; not if they were rounded to be sent."""
         self.gather_features: list[GatherFeature] = []
         self.packed: PackedShard | None = None
         self._in_flight: UnshardInFlight | None = None
@@ -254,8 +256,14 @@ class FlatBuffer:
         return self.full is not None
 
     def unshard(self, phase: str) -> None:
-        """Start the all-gather into a pool buffer; does nothing unless the state is SHARDED."""
+        """Start the all-gather into a pool buffer; does nothing unless the state is SHARDED, or exact values are
+        requested and the gathered ones are not."""
         if self.state is not ShardedState.SHARDED:
+            if phase == EXACT and not self.is_exact:
+                self.wait_for_unshard()
+                assert self.full is not None
+                self.is_exact = True
+                self._all_gather(self.full, f"{self.name}/{phase}").wait()
             return
         buffer, tag = self.pool.take(self.numel, self.dtype), f"{self.name}/{phase}"
         self._in_flight = UnshardInFlight(buffer, self._gather(buffer, phase, tag))
@@ -264,7 +272,12 @@ class FlatBuffer:
     def _gather(self, buffer: Tensor, phase: str, tag: str) -> Pending:
         for feature in self.gather_features:
             if (pending := feature.gather(buffer, phase, tag)) is not None:
+                self.is_exact = phase == EXACT or not feature.rounds
                 return pending
+        self.is_exact = True
+        return self._all_gather(buffer, tag)
+
+    def _all_gather(self, buffer: Tensor, tag: str) -> Pending:
         # see [Note: buffers and streams]
         shard = self.shard
         lane = None

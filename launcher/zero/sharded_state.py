@@ -34,7 +34,13 @@ class UnshardInFlight(NamedTuple):
 
 
 class GatherFeature(Protocol):
-    """A feature that may unshard a flat buffer in its own way (`zero/features/`). A plain run has none."""
+    """A feature that may unshard a flat buffer in its own way (`zero/features/`). A plain run has none.
+
+    Attributes:
+        rounds: what it gathers may differ from the shards.
+    """
+
+    rounds: bool
 
     def gather(self, buffer: Tensor, phase: str, tag: str) -> Pending | None:
         """Start to fill `buffer`, or return None to leave it to the next feature or the plain all-gather."""

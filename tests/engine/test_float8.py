@@ -12,19 +12,30 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+import launcher
 from launcher.comm import record_collectives
 from launcher.config import load
 from launcher.errors import ConfigError
-from launcher.models.float8 import use_float8
+from launcher.models import float8 as own
 from tests.pipeline.running import CLIP, LR, advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import PlainRun, batch, tiny_gpt2, tiny_llama, train_plain
+from tests.tensor.running import whole_state
 from tests.tensor.zoo import tiny_model
 
 float8 = pytest.importorskip("torchao.float8")
 
 STEPS, PARTS = 3, 4
+GATHERED = {"enabled": True, "all_gather": True}
 CPU = torch.device("cpu")
+
+
+def converted(model: nn.Module, **keys: Any) -> list[str]:
+    """Convert a model as the engine does; the names of its converted layers."""
+    section = load({"train_batch_size": 1, "fp8": {"enabled": True, **keys}}).fp8
+    names = own.float8_layers(model, section)
+    own.use_float8(model, names, section.recipe, CPU)
+    return names
 
 
 def llama(tied: bool = False) -> Any:
@@ -46,7 +57,7 @@ def truth(tied: bool = False, recipe: str = "tensorwise", dtype: torch.dtype = t
 def trained(
     ctx: RankContext, stage: int, parts: int, pipeline: dict[str, Any], tied: bool, sections: dict[str, Any]
 ) -> list[float]:
-    config = config_of(stage, parts, pipeline, **{"fp8": {"enabled": True}, **sections})
+    config = config_of(stage, parts, pipeline, **{"fp8": GATHERED, **sections})
     return advance(engine_of(config, llama(tied)), range(STEPS))[0]
 
 
@@ -157,27 +168,31 @@ def test_checkpoints_are_those_of_a_run_without_it(pool: WorkerPool, tmp_path: P
     assert without == pytest.approx(losses[2:], rel=1e-2)
 
 
-def section(**keys: Any) -> Any:
-    return load({"train_batch_size": 1, "fp8": {"enabled": True, **keys}}).fp8
-
-
 @pytest.mark.key("fp8.exclude")
 def test_which_layers_are_converted() -> None:
     model = tiny_llama(layers=2, hidden=32, intermediate_size=40)  # 40 is no multiple of 16
-    used = use_float8(model, section(exclude=["model.layers.0.*", "v_proj"]), CPU)
+    used = converted(model, exclude=["model.layers.0.*", "v_proj"])
     assert used == [f"model.layers.1.self_attn.{name}_proj" for name in "qko"]
     kinds = {name: type(model.get_submodule(name)).__name__ for name in used}
     assert set(kinds.values()) == {"Float8Linear"}
     assert type(model.lm_head) is nn.Linear
 
 
-def test_routers_and_adapters_stay_as_they_are() -> None:
-    """Neither what chooses experts, nor the factors of LoRA (their rank is a multiple of 16 here)."""
-    experts = tiny_model("dots1", 0).train()
-    assert not any("gate" in name.split(".") for name in use_float8(experts, section(), CPU))
+@pytest.mark.parametrize("kind", ["dots1", "afmoe", "hunyuan_v1_moe", "jetmoe", "zaya", "gemma4_text"])
+def test_routers_stay_as_they_are(kind: str) -> None:
+    """What chooses experts, wherever the model keeps it."""
+    model = tiny_model(kind, 0)
+    for name, module in model.named_modules():  # 16 experts: a size that could be converted
+        if type(module) is nn.Linear and {"gate", "router"} & set(name.split(".")):
+            module.out_features, module.in_features = 16, 32
+    assert not any({"gate", "router"} & set(name.split(".")) for name in converted(model))
+
+
+def test_adapters_and_the_head_of_a_wrapped_model_stay_as_they_are() -> None:
     settings = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted = use_float8(get_peft_model(llama(), settings), section(), CPU)
+    adapted = converted(get_peft_model(llama(), settings))
     assert len(adapted) == 3 * 7 and all(name.endswith(".base_layer") for name in adapted)
+    assert len(converted(nn.Sequential(llama()))) == 3 * 7
 
 
 def test_hooks_and_references_stay() -> None:
@@ -185,13 +200,86 @@ def test_hooks_and_references_stay() -> None:
     layer = model.model.layers[0].mlp.up_proj
     seen: list[int] = []
     layer.register_forward_hook(lambda *_: seen.append(1))
-    use_float8(model, section(), CPU)
+    converted(model)
     model(input_ids=batch(0))
     assert seen and layer is model.model.layers[0].mlp.up_proj and type(layer) is not nn.Linear
 
 
 def test_what_cannot_be_converted_is_refused() -> None:
     with pytest.raises(ConfigError, match="no linear layer whose sizes are multiples of 16"):
-        use_float8(tiny_gpt2(), section(), CPU)
+        converted(tiny_gpt2())
     with pytest.raises(ConfigError, match="'up_prj' matches no linear layer"):
-        use_float8(llama(), section(exclude=["up_prj"]), CPU)
+        converted(llama(), exclude=["up_prj"])
+    with pytest.raises(ConfigError, match="leaves none of the 21 linear layers"):
+        converted(llama(), exclude=["model.*"])
+
+
+def test_an_expert_without_tokens_has_no_scale() -> None:
+    layers = nn.Sequential(nn.Linear(32, 48, bias=False))
+    converted(layers)
+    empty = layers(torch.zeros(0, 32, requires_grad=True))
+    assert empty.shape == (0, 48)
+    empty.sum().backward()
+    assert not layers[0].weight.grad.any()
+
+
+def again(ctx: RankContext, stage: int) -> list[float]:
+    """The first losses of engines with and without float8, on one model."""
+    model, losses = llama(), []
+    for fp8 in ({"enabled": True}, {"enabled": False}, {"enabled": True, "recipe": "rowwise"}):
+        losses += advance(engine_of(config_of(stage, PARTS // 2, {}, fp8=fp8), model), [0])[0]
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_another_engine_on_the_model(pool: WorkerPool, stage: int) -> None:
+    first, second, _ = pool.run(again, 2, stage)[0]
+    assert first == pytest.approx(truth().losses[0], rel=1e-6)
+    assert type(second) is float and second != first
+
+
+class ReadsAWeight(nn.Module):
+    """A layer that computes with the weight of another one, as Mamba does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first(x) @ self.second.weight.T).square().mean()
+
+
+def read(ctx: RankContext, gathers: bool) -> str:
+    config = config_of(3, 1, {}, fp8={"enabled": True, "all_gather": gathers})
+    engine = engine_of(config, ReadsAWeight())
+    try:
+        engine(torch.ones(4, 32))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rounded_weight_is_not_read_in_silence(pool: WorkerPool) -> None:
+    assert "read outside of the layer" in pool.run(read, 2, True)[0]
+    assert pool.run(read, 2, False)[0] == ""
+
+
+def looked(ctx: RankContext) -> tuple[float, int]:
+    """How far the gathered values are from the shards' between forward and backward, and what an edit changes."""
+    engine = engine_of(config_of(3, 1, {}, bf16={"enabled": True}, fp8=GATHERED), llama())
+    before = whole_state(engine)
+    ids = batch(0).chunk(2)[ctx.rank]
+    loss = engine(input_ids=ids, labels=ids).loss
+    handle = engine.module.model.layers[2].mlp.up_proj._parameters["weight"]
+    with launcher.zero.GatheredParameters([handle], modifier_rank=0):
+        seen = handle.detach().float().clone()
+        if ctx.rank == 0:
+            handle.data[0, 0] = 0.5
+    name = "model.layers.2.mlp.up_proj.weight"
+    distance = float((seen - before[name].bfloat16().float()).abs().max())
+    engine.backward(loss)
+    return distance, int((whole_state(engine)[name] != before[name]).sum())
+
+
+def test_gathered_parameters_are_exact_at_any_time(pool: WorkerPool) -> None:
+    assert pool.run(looked, 2)[0] == (0.0, 1)

@@ -175,6 +175,19 @@ def test_edits_of_no_rank_are_lost_when_sharded(pool: WorkerPool) -> None:
     pool.run(edit_without_a_rank, 2)
 
 
+def edit_one_element(ctx: RankContext, stage: int) -> int:
+    engine = engine_of(config_of(stage, **BF16))
+    before = whole_state(engine)["first.weight"]
+    with launcher.zero.GatheredParameters(engine.module.first.weight, modifier_rank=0), torch.no_grad():
+        engine.module.first.weight[0, 0] = 3
+    return int((whole_state(engine)["first.weight"] != before).sum())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_was_not_edited_keeps_all_bits_of_its_master(pool: WorkerPool, stage: int) -> None:
+    assert pool.run(edit_one_element, 2, stage) == [1, 1]
+
+
 def gather_and_fail(ctx: RankContext) -> None:
     engine = engine_of(config_of(3))
     weight = engine.module.first.weight

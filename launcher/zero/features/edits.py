@@ -81,9 +81,14 @@ def _take_edits(flat: FlatBuffer, full: Tensor, edited: Iterable[ParamSlot]) -> 
     for slot in edited:
         start, stop = max(slot.span.start, owned.start), min(slot.span.stop, owned.stop)
         if start < stop:
-            kept, now = master[start - owned.start : stop - owned.start], full[start:stop].to(master.device)
-            kept.copy_(torch.where(kept.to(now.dtype) == now, kept, now.to(kept.dtype)))
+            _put_changed(master[start - owned.start : stop - owned.start], full[start:stop])
     flat.rest(changed=True)
+
+
+def _put_changed(kept: Tensor, now: Tensor) -> None:
+    """Copy the elements of `now` into `kept`, except those that are equal in the precision of `now`."""
+    now = now.to(kept.device)
+    kept.copy_(torch.where(kept.to(now.dtype) == now, kept, now.to(kept.dtype)))
 
 
 def broadcast_edit(slot: ParamSlot, source: int) -> None:
@@ -106,7 +111,7 @@ def broadcast_edit(slot: ParamSlot, source: int) -> None:
     for span, kept in parts:
         start, stop = max(slot.span.start, span.start), min(slot.span.stop, span.stop)
         if start < stop:
-            kept[start - span.start : stop - span.start].copy_(full[start:stop])
+            _put_changed(kept[start - span.start : stop - span.start], full[start:stop])
     if flat.packed is not None:
         flat.packed.pack()
     flat.rest(changed=True)

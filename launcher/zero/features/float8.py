@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm import Pending, all_gather
+from launcher.models.float8 import watch
 from launcher.zero.flat import EXACT, FlatBuffer
 
 FORWARD = "forward"
@@ -44,10 +45,13 @@ class Float8Gather:
         together: the gathers whose magnitudes are exchanged with those of this one.
     """
 
-    held_bytes = 0
+    held_bytes, rounds = 0, True
 
     def __init__(self, flat: FlatBuffer, code: torch.dtype) -> None:
         self.flat, self._code = flat, code
+        for slot in flat.slots:
+            for layer, _ in slot.owners:
+                watch(layer, self._is_rounded)
         self.magnitudes: Tensor | None = None
         self.is_new = False
         self.together: Sequence[Float8Gather] = [self]
@@ -74,6 +78,9 @@ class Float8Gather:
                     buffer[part] = codes[part].view(self._code).float().div_(scale)
 
         return Pending([pending], decode)
+
+    def _is_rounded(self) -> bool:
+        return self.flat.is_unsharded and not self.flat.is_exact
 
     def on_unsharded(self, full: Tensor) -> None: ...
 

@@ -19,7 +19,7 @@ BITS = 8
 class QuantizedGather:
     """Quantises the shard for each gather, except for gathers that need exact values."""
 
-    held_bytes = 0
+    held_bytes, rounds = 0, True
 
     def __init__(self, flat: FlatBuffer) -> None:
         self._flat = flat
@@ -37,6 +37,8 @@ class QuantizedGather:
 
 class QuantizedShard:
     """The shard of frozen parameters, quantised once; replaces `shard` and `master`."""
+
+    rounds = False
 
     def __init__(self, flat: FlatBuffer) -> None:
         self._flat = flat

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from launcher.errors import LauncherError
@@ -13,8 +15,8 @@ from launcher.zero.slot import ParamSlot
 
 
 def release(model: nn.Module) -> None:
-    """Detach a model from its engine, if it has one: remove the hooks, and keep sharded parameters
-    partitioned. A collective.
+    """Detach a model from its engine, if it has one: remove the hooks, restore layers that were converted to
+    float8, and keep sharded parameters partitioned. A collective.
 
     Raises:
         LauncherError: the model is split over tp or pipeline stages, so its original form cannot be restored.
@@ -30,6 +32,10 @@ def release(model: nn.Module) -> None:
         )
     for zero in earlier:
         zero.retire()
+    for module in model.modules():
+        if "converted_from" in vars(module):
+            converted: Any = module
+            converted.restore()
     partitioner = Partitioner()
     for flat in dict.fromkeys(slot.flat for slot in slots):
         flat.unshard(EXACT)

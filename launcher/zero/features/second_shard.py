@@ -33,14 +33,14 @@ class SecondShard:
     """
 
     def __init__(self, flat: FlatBuffer, axis: Axis) -> None:
-        self._axis, self._quantizes = axis, flat.policy.quantized_weights or flat.float8 is not None
+        self._axis, self.rounds = axis, flat.policy.quantized_weights or flat.float8 is not None
         self._span, self._state = axis.span(flat.numel), SecondState.STALE
         self.tensor = memory(flat.numel // axis.degree, flat.dtype, flat.pool.device).zero_()
 
     def gather(self, buffer: Tensor, phase: str, tag: str) -> Pending | None:
         """Fill `buffer` along the secondary axis if the second shard has the requested values."""
         # the second shard may hold quantised values, which do not serve an exact gather
-        good = phase != EXACT or not self._quantizes
+        good = phase != EXACT or not self.rounds
         if self._state is SecondState.FRESH and good:
             buffer[self._span].copy_(self.tensor)
             return all_gather(buffer, self._axis, tag)
