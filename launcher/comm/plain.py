@@ -16,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
+from launcher.errors import LauncherError
+
 PAIRS, TUPLE = "__pairs__", "__tuple__"
+MOST = 1 << 40  # bytes of a value; more are not a size
 
 
 def encode(value: Any) -> Any:
@@ -51,12 +54,21 @@ def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any
     Args:
         value: numbers, strings, None, and lists, tuples and dicts of them.
         group: None means all ranks.
+
+    Raises:
+        LauncherError: another rank runs something else, and its data are no sizes.
     """
     mine, world = packed(value), dist.get_world_size(group)
     device = _get_object_coll_device(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
     dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=group)
     longest = max(int(size) for size in sizes)
+    if astray := [rank for rank, size in enumerate(sizes) if not 0 < int(size) < MOST]:
+        raise LauncherError(
+            f"rank {astray[0]} of the group was in another collective while this rank exchanged settings",
+            where="a collective call, such as save_checkpoint()",
+            fix="make the call on all ranks, not only on the main process",
+        )
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(mine)] = mine
     every = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(world)]

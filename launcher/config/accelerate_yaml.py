@@ -60,6 +60,7 @@ ELSEWHERE = {
     "megatron_lm_config": "tensor_parallel and pipeline in the JSON",
     "parallelism_config": "tensor_parallel and pipeline in the JSON",
     "dynamo_config": "compile in the JSON",
+    "dynamo_backend": "compile in the JSON",
     "mpirun_config": "launch --launcher openmpi",
 }
 """Sections of other engines -> what to write instead."""
@@ -158,7 +159,7 @@ def checked(path: str) -> dict[str, Any]:
     single = {key: tree[key] for key in TOP & tree.keys() - {"deepspeed_config", FP8}}
     _check_plain(single | section | (tree.get(FP8) or {}), path)
     for key, instead in ELSEWHERE.items():
-        if tree.get(key):
+        if tree.get(key) and str(tree[key]).lower() != "no":  # older versions write dynamo_backend: 'NO'
             raise ConfigError(
                 f"{key} configures another engine", where=path, fix=f"delete it, and use {instead}"
             )

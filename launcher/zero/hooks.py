@@ -25,6 +25,13 @@ forward are finished, and autograd's graph tells which of their leaves get no gr
 These units are reduced at that moment (`Hooks._come_to`), and unsharded if this rank has not done so, because
 the others do. A graph that runs nested in the backward (a reentrant checkpoint) cannot be queried before it
 runs, so there all ranks must use the same parameters.
+
+[Note: gradients in parts]
+
+A leaf gets one gradient in a backward, and one more in each backward that runs nested in it (a reentrant checkpoint):
+no count tells which is the last. Where gradients stay whole until the end of the backward (stages 0 and 1, the root
+unit), they are reduced there. Other units are reduced after the first part of all leaves: it is nearly always the
+only one, and whole gradients of all layers would not fit. A later part is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from weakref import ref
 
 import torch
@@ -85,6 +92,16 @@ def _gets_gradient(slot: ParamSlot) -> bool:
     return any(
         alias.grad_fn is not None and torch._C._will_engine_execute_node(alias.grad_fn.next_functions[0][0])
         for alias in aliases
+    )
+
+
+def _refuse_part(name: str) -> NoReturn:
+    raise LauncherError(
+        f"the gradient of {name} arrives in several parts, and the first has been reduced already: its layer runs in "
+        "several reentrant checkpoints of one backward",
+        where="backward()",
+        fix='checkpoint with use_reentrant=False (gradient_checkpointing_kwargs={"use_reentrant": False} in the '
+        "Trainer), or use ZeRO stage 0 or 1",
     )
 
 
@@ -228,8 +245,7 @@ class Hooks:
             self._scales = False
 
     def begin_scaled(self, gradient: torch.Tensor) -> None:
-        """Mark the backward that starts as scaled, outside of `scaling()`; a hook on a loss that the engine
-        has scaled."""
+        """Mark the backward that starts as scaled: a hook on a loss scaled by the engine, outside of `scaling()`."""
         self._scales = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end_scaled)  # type: ignore[attr-defined]
 
@@ -308,15 +324,28 @@ class Hooks:
 
         def gradient_arrived(leaf: Tensor) -> None:
             hooks, unit = mine(), of_unit()
-            if hooks is None or unit is None:
-                return
-            if hooks.state is not TrainingState.BACKWARD:
-                hooks._begin_unseen()
-            unit.arrived += 1
-            if unit.arrived == unit.expected:
-                hooks._finish(unit)
+            if hooks is not None and unit is not None:
+                hooks._count(unit, leaf)
 
         return gradient_arrived
+
+    def _count(self, unit: Unit, leaf: Tensor) -> None:
+        """Count a gradient, and finish the unit after its last one: see [Note: gradients in parts]."""
+        if self.state is not TrainingState.BACKWARD:
+            self._begin_unseen()
+        unit.in_parts |= _graph_task() != self._graph
+        if id(leaf) in unit.got_gradient:
+            if unit.in_parts and unit.has_all_gradients and not self._waits(unit):
+                _refuse_part(next(slot.name for slot in unit.trainable_slots() if slot.leaf is leaf))
+            return
+        unit.got_gradient.add(id(leaf))
+        unit.arrived += 1
+        if unit.has_all_gradients and not self._waits(unit):
+            self._finish(unit)
+
+    def _waits(self, unit: Unit) -> bool:
+        """Return whether the unit is reduced at the end of the backward: more may be added to its gradients."""
+        return unit.in_parts and (unit is self.root or not self.unsharder.policy.shard_grads)
 
     def _finish(self, unit: Unit) -> None:
         """Reduce a unit whose last gradient has arrived, and reshard it."""

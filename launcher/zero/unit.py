@@ -46,6 +46,8 @@ class Unit:
         self.held = False  # GatheredParameters keeps it unsharded
         self.backward_state = BackwardState.IDLE
         self.arrived = 0  # leaves whose gradient has arrived in this backward
+        self.got_gradient: set[int] = set()  # their ids
+        self.in_parts = False  # some have arrived in a nested backward
         self.expected = sum(len(gradient.flat.slots) for gradient in gradients)
         self.ran: tuple[int, int] | None = None
         """The numbers of its first and last forward since the last backward."""
@@ -102,6 +104,8 @@ class Unit:
     def to_idle(self) -> None:
         """Reset after a backward."""
         self.backward_state, self.arrived, self.ran = BackwardState.IDLE, 0, None
+        self.got_gradient.clear()
+        self.in_parts = False
 
     # ---- its parameters ---------------------------------------------------------------------
 

@@ -135,6 +135,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp section": ({"fsdp_config": {"fsdp_version": 2}}, "fsdp_config configures another engine"),
     "typo": ({"num_procesess": 2}, "did you mean num_processes"),
     "typo inside": ({"deepspeed_config": {"zero_stages": 2}}, "did you mean zero_stage"),
+    "compiled": ({"dynamo_backend": "INDUCTOR"}, "dynamo_backend configures another engine"),
     "precision": ({"mixed_precision": "fp4"}, "write one of no, bf16, fp16, fp8"),
     "backend of float8": ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, "write AO"),
     "key of float8": (
