@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "typo inside": ({"deepspeed_config": {"zero_stages": 2}}, "did you mean zero_stage"),
     "compiled": ({"dynamo_backend": "INDUCTOR"}, "dynamo_backend configures another engine"),
     "precision": ({"mixed_precision": "fp4"}, "write one of no, bf16, fp16, fp8"),
-    "backend of float8": ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, "write AO"),
+    "backend of float8": ({"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP"}}, "write AO"),
     "key of float8": (
         {"mixed_precision": "fp8", "fp8_config": {"margin": 2}},
         'unknown accelerate key "margin"',
