@@ -17,6 +17,7 @@ from launcher.comm import record_collectives
 from launcher.config import load
 from launcher.errors import ConfigError
 from launcher.models import float8 as own
+from tests.attack.test_shipped_configs import ROOT, made_material, run
 from tests.pipeline.running import CLIP, LR, advance, config_of, engine_of
 from tests.pool import RankContext, WorkerPool
 from tests.pool.reference import PlainRun, batch, tiny_gpt2, tiny_llama, train_plain
@@ -28,6 +29,7 @@ float8 = pytest.importorskip("torchao.float8")
 STEPS, PARTS = 3, 4
 GATHERED = {"enabled": True, "all_gather": True}
 CPU = torch.device("cpu")
+EXAMPLE = ROOT / "ds_configs" / "bf16_zero3_fp8.json"
 
 
 def converted(model: nn.Module, **keys: Any) -> list[str]:
@@ -144,6 +146,12 @@ def test_split_layers(pool: WorkerPool, sequence: bool) -> None:
     sections = {"tensor_parallel": parallel, "fp8": {"enabled": True, "recipe": "rowwise"}}
     losses = pool.run(trained, 2, 1, PARTS, {}, False, sections)[0]
     assert losses == pytest.approx(truth(False, "rowwise").losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["pretrain", "finetune"])
+def test_the_example_trains(pool: WorkerPool, tmp_path: Path, recipe: str) -> None:
+    lines = run(pool, made_material(tmp_path), tmp_path / "out", recipe, str(EXAMPLE), "--max-steps", "2")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
 
 
 def saved(ctx: RankContext, directory: Path) -> list[float]:
