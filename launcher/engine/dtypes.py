@@ -12,6 +12,7 @@ from torch import nn
 
 from launcher.config import Config
 from launcher.errors import ArgumentsError, ConfigError
+from launcher.models.units import class_before
 from launcher.tensor.split import is_quantized
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -85,7 +86,7 @@ def _configured_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtyp
         chosen = {
             id(p)
             for module in model.modules()
-            if vars(module).get("converted_from", type(module)) in classes
+            if class_before(module) in classes
             for p in module.parameters(recurse=False)
         }
         return {

@@ -33,7 +33,7 @@ ROUTERS = frozenset({"gate", "router"})
 class Float8Layer(nn.Module):
     """Mixed into torchao's layer: empty inputs, autocast on every device, and protection of rounded weights."""
 
-    converted_from: type[nn.Module]
+    class_before: type[nn.Module]
     is_computing: bool
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ class Float8Layer(nn.Module):
             )
         return self._parameters["weight"]  # type: ignore[return-value]
 
-    def restore(self) -> None:
+    def restore_linear(self) -> None:
         """Make the layer what it was."""
         for name in self.added:
             del self.__dict__[name]
-        self.__class__ = self.__dict__.pop("converted_from")
+        self.__class__ = self.class_before  # type: ignore[assignment]
 
     added: tuple[str, ...] = ()
 
@@ -205,11 +205,12 @@ def _convert(layer: nn.Module, settings: Any) -> None:
     (converted,) = convert_to_float8_training(nn.Sequential(layer), config=settings)
     kind = type(converted)
     if kind not in _classes:
-        _classes[kind] = type(kind.__name__, (Float8Layer, kind), {"__module__": kind.__module__})
+        more_of_class = {"__module__": kind.__module__, "class_before": nn.Linear}
+        _classes[kind] = type(kind.__name__, (Float8Layer, kind), more_of_class)
     own = vars(layer)
     more = {name: value for name, value in vars(converted).items() if name not in own}
     more |= {"is_computing": False, "added": (*more, "is_computing", "added")}
-    own.update(more, converted_from=type(layer))
+    own.update(more)
     layer.__class__ = _classes[kind]
 
 

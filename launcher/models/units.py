@@ -27,6 +27,14 @@ def transformers_model_in(model: nn.Module) -> nn.Module:
     return found[0][1] if len(found) == 1 else model
 
 
+def class_before(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before its layer was split over ranks or converted to float8."""
+    kind: type[nn.Module] = type(module)
+    while (before := vars(kind).get("class_before")) is not None:
+        kind = before
+    return kind
+
+
 def holds_experts(module: nn.Module) -> bool:
     """Return whether a module holds the experts of a layer, with the call interface of transformers."""
     return module.__dict__.keys() >= EXPERTS

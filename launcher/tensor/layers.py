@@ -318,7 +318,9 @@ def swap(module: nn.Module, mixin: type[SplitModule], layer: SplitInfo) -> None:
 def _mixed(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     if (mixin, own) not in _classes:
         _classes[mixin, own] = type(
-            f"{mixin.__name__}{own.__name__}", (mixin, own), {"__module__": own.__module__}
+            f"{mixin.__name__}{own.__name__}",
+            (mixin, own),
+            {"__module__": own.__module__, "class_before": own},
         )
     return _classes[mixin, own]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from launcher.comm import record_collectives
 from tests.engine.driving import LR, ROWS, STAGES, advance, config_of, engine_of, microbatches, whole_state
 from tests.pool import RankContext, WorkerPool
+from tests.pool.reference import tiny_llama
 from tests.pool.worker_pool import RanksFailed
 from tests.zero.models import points, stack
 
@@ -95,6 +96,21 @@ def test_named_modules_are_held_and_sent_in_the_lower_dtype(pool: WorkerPool, st
     assert low[2]["parameters"] < 0.6 * usual[2]["parameters"]
     for kind in ("gradients", "optimizer"):  # as in fp32; two layouts divide into not quite the same shards
         assert low[2][kind] == pytest.approx(usual[2][kind], rel=0.02)
+
+
+def sizes(ctx: RankContext, sections: dict[str, Any]) -> dict[str, int]:
+    """Elements of the whole model by the dtype that they are stored in."""
+    section = autocast("bfloat16", ["torch.nn.Linear"])
+    engine = engine_of(config_of(1, **section, **sections), tiny_llama(layers=1))
+    found: dict[str, int] = {}
+    for slot in engine.zero.slots.values():
+        found[str(slot.flat.dtype)] = found.get(str(slot.flat.dtype), 0) + slot.logical_numel
+    return found
+
+
+def test_split_layers_are_of_the_class_that_they_were(pool: WorkerPool) -> None:
+    split = pool.run(sizes, 2, {"tensor_parallel": {"autotp_size": 2}})[0]
+    assert split == pool.run(sizes, 1, {})[0] and len(split) == 2
 
 
 def unknown(ctx: RankContext) -> None:

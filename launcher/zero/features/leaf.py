@@ -12,6 +12,7 @@ from operator import eq
 from torch import nn
 
 from launcher.errors import ConfigError
+from launcher.models.units import class_before
 
 FLAG = "_z3_leaf"  # DeepSpeed's attribute name, so modules marked by its functions are leaves, too
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -83,7 +84,7 @@ def _mark_classes(
 def _is_of(module: nn.Module, kind: type | str) -> bool:
     if isinstance(kind, type):
         return isinstance(module, kind)
-    own = type(module)
+    own = class_before(module)
     return kind in (own.__name__, f"{own.__module__}.{own.__qualname__}")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from launcher.errors import LauncherError
@@ -33,9 +31,8 @@ def release(model: nn.Module) -> None:
     for zero in earlier:
         zero.retire()
     for module in model.modules():
-        if "converted_from" in vars(module):
-            converted: Any = module
-            converted.restore()
+        if (restore := getattr(module, "restore_linear", None)) is not None:
+            restore()
     partitioner = Partitioner()
     for flat in dict.fromkeys(slot.flat for slot in slots):
         flat.unshard(EXACT)
