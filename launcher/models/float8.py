@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,8 @@ class Float8Layer(nn.Module):
         Raises:
             ConfigError: code outside of the layer reads it while it is rounded to float8.
         """
-        if not self.is_computing and self in _is_rounded and _is_rounded[self]():
+        is_rounded = None if self.is_computing or self not in _is_rounded else _is_rounded[self]()
+        if is_rounded is not None and is_rounded():
             raise ConfigError(
                 f"the weight of a {type(self).__name__} of shape {tuple(self._parameters['weight'].shape)} is read "  # type: ignore[union-attr]
                 "outside of the layer, but was gathered in float8, so it is rounded",
@@ -75,8 +76,9 @@ class Float8Layer(nn.Module):
     added: tuple[str, ...] = ()
 
 
-_is_rounded: WeakKeyDictionary[nn.Module, Callable[[], bool]] = WeakKeyDictionary()
-"""Layer -> whether its weight is rounded to float8 now. Not an attribute: copies of a model must not refer to it."""
+_is_rounded: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
+"""Layer -> a method: is its weight rounded to float8 now? Not an attribute of the layer, which copies of a model would
+have, too; weak, because the method's object refers to the layer."""
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -84,7 +86,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 def watch(layer: nn.Module, is_rounded: Callable[[], bool]) -> None:
     """Refuse reads of a layer's weight by other code while `is_rounded()`."""
     if isinstance(layer, Float8Layer):
-        _is_rounded[layer] = is_rounded
+        _is_rounded[layer] = WeakMethod(is_rounded)
 
 
 def float8_layers(model: nn.Module, section: Fp8Config, *, degree: int = 1) -> list[str]:

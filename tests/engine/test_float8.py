@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -291,3 +293,16 @@ def looked(ctx: RankContext) -> tuple[float, int]:
 
 def test_gathered_parameters_are_exact_at_any_time(pool: WorkerPool) -> None:
     assert pool.run(looked, 2)[0] == (0.0, 1)
+
+
+def freed(ctx: RankContext) -> bool:
+    engine = engine_of(config_of(3, 1, {}, fp8=GATHERED), llama())
+    advance(engine, [0])
+    model = ref(engine.module)
+    del engine
+    gc.collect()
+    return model() is None
+
+
+def test_nothing_keeps_a_model_alive(pool: WorkerPool) -> None:
+    assert pool.run(freed, 2) == [True, True]
