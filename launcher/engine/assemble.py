@@ -162,7 +162,7 @@ def initialize(
 
         whole = model if pipeline_module is None else pipeline_module.whole()
         names = float8_layers(whole, resolved.fp8, degree=mesh.axes["tp"].degree)
-        use_float8(model, names, resolved.fp8.recipe, device, talks=mesh.rank == 0)
+        use_float8(model, names, resolved.fp8.recipe, device, logs=mesh.rank == 0)
     source = source or _source(model, seed)
     several = (mesh.axes["tp"].degree, mesh.axes["pp"].degree, resolved.expert_parallel.degree)
     if isinstance(source, MadeOnMeta) and max(several) > 1:

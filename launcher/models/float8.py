@@ -31,10 +31,17 @@ ROUTERS = frozenset({"gate", "router"})
 
 
 class Float8Layer(nn.Module):
-    """Mixed into torchao's layer: empty inputs, autocast on every device, and protection of rounded weights."""
+    """Mixed into torchao's layer: empty inputs, autocast on every device, and protection of rounded weights.
+
+    Attributes:
+        class_before: the class that the layer had.
+        is_computing: the forward of the layer is running.
+        added: names of the attributes that the conversion has added.
+    """
 
     class_before: type[nn.Module]
     is_computing: bool
+    added: tuple[str, ...]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in features] -> [..., out features]."""
@@ -72,8 +79,6 @@ class Float8Layer(nn.Module):
         for name in self.added:
             del self.__dict__[name]
         self.__class__ = self.class_before  # type: ignore[assignment]
-
-    added: tuple[str, ...] = ()
 
 
 _is_rounded: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
@@ -115,13 +120,13 @@ def float8_layers(model: nn.Module, section: Fp8Config, *, degree: int = 1) -> l
 
 
 def use_float8(
-    model: nn.Module, names: Collection[str], recipe: str, device: torch.device, *, talks: bool = True
+    model: nn.Module, names: Collection[str], recipe: str, device: torch.device, *, logs: bool = True
 ) -> None:
     """Convert the layers of `model` that are in `names` to float8 products, in place.
 
     Args:
         names: of the whole model, of which `model` may be a stage.
-        talks: log what was converted.
+        logs: log what was converted.
 
     Raises:
         ConfigError: torchao is missing.
@@ -130,9 +135,9 @@ def use_float8(
     for name, module in model.named_modules():
         if name in names:
             _convert(module, settings)
-    if talks:
+    if logs:
         logger.info("fp8: %d linear layers compute in float8 (%s)", len(names), recipe)
-    if talks and settings.emulate:
+    if logs and settings.emulate:
         logger.warning("fp8: this device has no float8 products: they are emulated, which is slow")
 
 

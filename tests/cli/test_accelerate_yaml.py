@@ -122,7 +122,7 @@ def test_the_script_is_told_what_accelerates_launcher_tells(
 
 
 def test_float8_is_the_engines(tmp_path: Path) -> None:
-    """accelerate is told bf16, or it would convert the model itself."""
+    """accelerate gets bf16, or it would convert the model itself."""
     keys = {"backend": "AO", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True}
     path = written(tmp_path, mixed_precision="fp8", fp8_config=keys)
     tree = read(path).tree

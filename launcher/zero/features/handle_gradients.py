@@ -34,7 +34,7 @@ def _from_handle(hooks: Hooks, unit: Unit, slot: ParamSlot) -> Callable[[Tensor]
         gradient = seen_gradient(handle)
         put_gradient(handle, None)
         assert gradient is not None
-        if unit.arrived == unit.expected:
+        if unit.has_all_gradients:
             raise LauncherError(
                 f"a gradient of {slot.name} arrived after the gradients of {unit.name} were already "
                 "being reduced",
